@@ -3,8 +3,9 @@
     python tests/benchmarks/processes.py --out FOLDER [CASE ...]
 
 Each case is `qrl train` on the built-in model under a launcher, in its own store, 12 steps of 32 × 8 completions with a
-probe every 6. The logged model then answers 2,000 held-out questions, paired with the base. Cases run side by side, so
-their seconds mean nothing. For a larger model's memory per GPU:
+probe every 6. The logged model then answers 2,000 held-out questions, paired with the base. A case that is killed is
+compared with the one that ran undisturbed. Cases run side by side, so their seconds mean nothing. For a larger model's
+memory per GPU:
 
     accelerate launch … --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP \\
         tests/benchmarks/rollouts.py --one update "1.5b full"
@@ -29,7 +30,15 @@ DDP, FSDP = [*ACCELERATE, "--multi_gpu"], [*ACCELERATE, "--use_fsdp"]
 LAYERS = [*FSDP, "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]  # else FSDP gathers the whole model at once
 LORA = ["--train.method", "lora", "--train.learning_rate", "1e-3", "--train.beta", "0.01"]
 LORA_BF16, REFERENCE = [*LORA, "--train.dtype", "bf16"], ["--train.dtype", "bf16", "--train.beta", "0.01"]
-SAVED = [*LORA_BF16, "--train.steps", "8", "--train.save_every", "2"]
+SAVED = ["--train.steps", "8", "--train.save_every", "2"]
+OURS, PARALLEL = ["-m", "qrl"], ["--train.processes", "2", "--train.parallel"]
+UNDISTURBED, KILLED = ", 8 steps", ", killed and run again"
+RESUMED = {  # killed after a checkpoint, and undisturbed
+    "FSDP by accelerate, lora": (FSDP, LORA_BF16),
+    "ddp, nvfp4-a4": (OURS, [*PARALLEL, "ddp", "--train.qat", "nvfp4-a4"]),
+    "fsdp2, full": (OURS, [*PARALLEL, "fsdp2"]),
+    "fsdp2, nvfp4-a4": (OURS, [*PARALLEL, "fsdp2", "--train.qat", "nvfp4-a4"]),
+}
 CASES = {
     "one GPU, full": (["-m", "qrl"], []),
     "DDP by torchrun, full": (TORCHRUN, []),
@@ -39,10 +48,11 @@ CASES = {
     "FSDP by accelerate, full in bf16 with a reference": (FSDP, REFERENCE),
     "FSDP by accelerate, layer by layer, full in bf16 with a reference": (LAYERS, REFERENCE),
     "FSDP by accelerate, lora": (FSDP, LORA_BF16),
-    "FSDP by accelerate, lora, 8 steps": (FSDP, SAVED),
-    "FSDP by accelerate, lora, killed and run again": (FSDP, SAVED),
     "FSDP 2 by accelerate, full": ([*FSDP, "--fsdp_version", "2"], []),
     "FSDP by accelerate, qlora (refused)": (FSDP, ["--train.method", "qlora"]),
+    **{
+        f"{name}{end}": (how, [*more, *SAVED]) for name, (how, more) in RESUMED.items() for end in (UNDISTURBED, KILLED)
+    },
 }
 SMALL = ["--train.steps", "2", "--train.prompts_per_step", "4", "--train.micro_batch", "8", "--watch.probe_n", "9"]
 
@@ -154,19 +164,19 @@ def gains(rows: list[dict], n: int) -> None:
 
 
 def compare(rows: list[dict]) -> None:
-    """Add to the killed training the distance of its adapter to the undisturbed one, as a share of that one's norm."""
+    """Add to each killed training the distance of its weights to the undisturbed one's, as a share of their norm."""
     from safetensors.torch import load_file
 
-    where = {row["case"]: Path(row["weights"], "adapter_model.safetensors") for row in rows if "weights" in row}
-    pair = [where.get(f"FSDP by accelerate, lora, {which}") for which in ("8 steps", "killed and run again")]
-    if not all(pair):
-        return
-    whole, killed = map(load_file, pair)
-    distance = sum((whole[name].double() - killed[name].double()).square().sum() for name in whole)
-    size = sum(weight.double().square().sum() for weight in whole.values())
-    same = whole.keys() == killed.keys() and all(whole[name].equal(killed[name]) for name in whole)
-    row = next(row for row in rows if "killed" in row["case"])
-    row |= {"tensors": len(whole), "bit_for_bit": same, "difference": float((distance / size).sqrt())}
+    by_case = {row["case"]: row for row in rows if "weights" in row}
+    for name in RESUMED:
+        pair = [by_case.get(name + end) for end in (UNDISTURBED, KILLED)]
+        if not all(pair):
+            continue
+        whole, killed = (load_file(next(Path(row["weights"]).glob("*model.safetensors"))) for row in pair)
+        distance = sum((whole[key].double() - killed[key].double()).square().sum() for key in whole)
+        size = sum(weight.double().square().sum() for weight in whole.values())
+        same = whole.keys() == killed.keys() and all(whole[key].equal(killed[key]) for key in whole)
+        pair[1] |= {"tensors": len(whole), "bit_for_bit": same, "difference": float((distance / size).sqrt())}
 
 
 def main() -> None:

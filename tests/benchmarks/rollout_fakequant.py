@@ -54,7 +54,7 @@ FUSED = {  # the engine's linear of a layer → the checkpoint's
 BATCHES = (1, 37, 512)  # tokens
 
 
-def measure(part: str, formats: tuple[str, ...], shape: str, out: Path, *, quick: bool) -> None:
+def measure(part: str, formats: tuple[str, ...], shape: str, out: Path, *, quick: bool, compiles: bool) -> None:
     """Measure formats with one engine in this process; one that fails is recorded, and the next goes on."""
     import torch
 
@@ -79,7 +79,7 @@ def measure(part: str, formats: tuple[str, ...], shape: str, out: Path, *, quick
     settings = Rollout(
         engine="vllm",
         **({"kv_cache_gib": 6} if on_gpu else {"gpu_memory_utilization": 0.05}),  # other jobs may share the card
-        compile=shape != "tiny" or not on_gpu,  # it takes minutes
+        compile=(compiles and shape != "tiny") or not on_gpu,  # it takes minutes
         max_model_tokens=longest,
         quantization="real" if real else "none",
     )
@@ -91,7 +91,8 @@ def measure(part: str, formats: tuple[str, ...], shape: str, out: Path, *, quick
     started = time.perf_counter() - began
     say(f"{part}: the engine started in {started:.0f} s")
     for name in formats:
-        row = {"part": part, "format": name, "shape": shape, "quick": quick, "start_s": started, **versions()}
+        row = {"part": part, "format": name, "shape": shape, "quick": quick, "compile": settings.compile}
+        row |= {"start_s": started, **versions()}
         try:
             found = one(engine, base, name, prompts, tokens, scored, ignore_eos=shape != "tiny")
             say(f"{part}: {name} {json.dumps(found)}")
@@ -320,10 +321,10 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
 
 
-def run_apart(part: str, formats: tuple[str, ...], shape: str, seconds: int, out: Path, *, quick: bool) -> None:
+def run_apart(part: str, formats: tuple[str, ...], shape: str, seconds: int, out: Path, flags: list[str]) -> None:
     """Run a part in its own process, and end it after its time."""
     words = [sys.executable, __file__, str(out), "--part", part, "--formats", ",".join(formats), "--shape", shape]
-    words += ["--quick"] if quick else []
+    words += flags
     began = time.perf_counter()
     say(f"{part}: at most {seconds} s")
     with open(out / f"{part}.log", "w") as log:
@@ -362,6 +363,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path, help="folder for results and logs")
     parser.add_argument("--quick", action="store_true", help="bf16 and nvfp4-a4, fewer tokens")
+    parser.add_argument("--without-compile", action="store_true", help="only CUDA graphs: an engine starts sooner")
     parser.add_argument("--only", help=f"parts, of {', '.join(PARTS)}")
     parser.add_argument("--print", dest="show", action="store_true")
     parser.add_argument("--part", help=argparse.SUPPRESS)
@@ -370,12 +372,14 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.part:
-        measure(given.part, tuple(given.formats.split(",")), given.shape, given.out, quick=given.quick)
+        how = {"quick": given.quick, "compiles": not given.without_compile}
+        measure(given.part, tuple(given.formats.split(",")), given.shape, given.out, **how)
         return
     if not given.show:
         parts = QUICK if given.quick else PARTS
+        flags = ["--quick"] * given.quick + ["--without-compile"] * given.without_compile
         for part in given.only.split(",") if given.only else parts:
-            run_apart(part, *parts[part], given.out, quick=given.quick)
+            run_apart(part, *parts[part], given.out, flags)
     show(given.out)
 
 
