@@ -43,7 +43,7 @@ def sentences() -> Iterator[None]:
 def settle() -> None:
     """Set working folder, environment, log levels and the allocator; call it before torch is imported."""
     if first := os.environ.pop(FIRST, None):
-        die_with_parent(int(first))
+        die_with_parent(int(first), signal.SIGKILL)  # no handler of Python's runs while it waits for other GPUs
     if folder := os.environ.pop(FOLDER, None):
         os.chdir(folder)  # relative paths and work in progress belong to the folder of the launching command
     os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"  # nothing from a checkpoint is executed, by no child
@@ -67,17 +67,17 @@ def settle() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
 
 
-def die_with_parent(launcher: int = 0) -> None:
-    """Ask the kernel for SIGTERM at the parent's death, however it dies; on Linux alone.
+def die_with_parent(launcher: int = 0, by: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel for a signal at the parent's death, however it dies; on Linux alone.
 
     `launcher` is the process that is known to have wanted this one, and may have died before this call.
     """
     if sys.platform != "linux":
         return
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent or (launcher and _is_gone(launcher)):  # it died before the request
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), by)
 
 
 def adopt_orphans() -> None:

@@ -36,7 +36,7 @@ CONFIGURATIONS: Mapping[str, Mapping[str, str]] = {  # what `accelerate launch` 
         "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
     },
 }
-_GRACE_S, _ENDING_S = 20, 60  # for the first process to notice a failure; for the others to end after the last step
+_GRACE_S = 20  # for the first process to notice a failure
 _LAST = 2000  # bytes of a process's output in which its sentence is
 
 
@@ -105,6 +105,9 @@ def group(settings: Train, device: str) -> Iterator[int]:
 def others(count: int, recipe: str) -> Iterator[None]:
     """Start processes 1 to `count` on a recipe, as YAML, and end them with the block.
 
+    They are not waited for: once the first one has its result nobody needs theirs, and as they exit, vLLM waits in each
+    until all have come as far, the first one too.
+
     Raises:
         QrlError: the block failed, and before it one of them, with its own sentence.
     """
@@ -119,9 +122,7 @@ def others(count: int, recipe: str) -> Iterator[None]:
         threading.Thread(target=_watch, args=(started, logs, done), daemon=True).start()
         try:
             yield
-            for child in started:
-                child.wait(_ENDING_S)
-        except (Exception, subprocess.TimeoutExpired) as error:
+        except Exception as error:
             if sentence := _failure(started, logs, wait_s=2):
                 raise QrlError(sentence) from error
             raise

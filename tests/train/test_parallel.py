@@ -120,6 +120,36 @@ def test_a_failure_of_the_first_is_its_own_and_the_others_end_with_it(monkeypatc
     assert set(psutil.Process().children()) <= before
 
 
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); {}; time.sleep(600)"
+
+
+def test_the_others_are_not_waited_for_once_the_first_has_its_result(monkeypatch):
+    """With vLLM, each waits at its exit for the first one; nothing of Python's can interrupt it there."""
+    monkeypatch.setattr(parallel, "_start", child(DEAF.format("")))
+    before, began = set(psutil.Process().children()), time.monotonic()
+    with parallel.others(2, ""):
+        time.sleep(1)
+    assert set(psutil.Process().children()) <= before and time.monotonic() - began < 30
+
+
+@pytest.mark.process
+def test_a_process_that_heeds_no_signal_dies_with_the_first(tmp_path):
+    """As one does that waits for other GPUs, when the first is killed."""
+    ready = tmp_path / "ready"
+    deaf = DEAF.format(f"from qrl import process; process.settle(); open({str(ready)!r}, 'w').close()")
+    first = "import os, subprocess, sys; os.environ['QRL_FIRST'] = str(os.getpid())\n"
+    first += "print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid, flush=True); input()"
+    words = [sys.executable, "-c", first, deaf]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as started:
+        other = psutil.Process(int(started.stdout.readline()))
+        until = time.monotonic() + 60
+        while not ready.exists() and time.monotonic() < until:
+            time.sleep(0.1)
+        started.kill()
+    gone, alive = psutil.wait_procs([other], timeout=30)
+    assert ready.exists() and gone and not alive
+
+
 def command(folder, **more):
     chosen = SMALL | more
     words = [sys.executable, "-m", "qrl", "train", "--device", "cpu"]
