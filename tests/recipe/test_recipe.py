@@ -97,10 +97,8 @@ def test_seed_003s_llama_recipes_train_its_model_in_the_format_that_they_store(f
     assert (loaded.model, train.qat, train.method) == ("meta-llama/Llama-3.1-8B-Instruct", format, "full")
     assert train.steps * train.prompts_per_step == train.questions == 10_000  # one epoch
     assert loaded.chat.template_kwargs == {}  # a variable that Llama's chat template lacks is refused
-    assert loaded.quantize.schemes == (f"rtn-{format}",) and (loaded.rollout.engine, loaded.rollout.mode) == (
-        "vllm",
-        "server",
-    )
+    assert (train.parallel, loaded.rollout.engine, loaded.rollout.mode) == ("fsdp2", "vllm", "colocate")
+    assert loaded.quantize.schemes == (f"rtn-{format}",)
     assert [stage.cell for stage in loaded.promote.stages][1:] == [f"qat-{format}:full", f"qat-{format}:rtn-{format}"]
 
 

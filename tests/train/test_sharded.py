@@ -209,7 +209,8 @@ sys.stdout.write(f"rank {rank} agrees\\n")
 def torchrun(folder: Path, source: str, *words) -> subprocess.CompletedProcess:
     (folder / "child.py").write_text(source)
     command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command += [str(folder / "child.py"), *map(str, words)]
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
 
