@@ -105,7 +105,7 @@ def write(stores: Mapping[str, str], weights: Path, out: Path) -> None:
     measured = []
     for folder in sorted(weights.glob("*-*")):
         size, _, seed = folder.name.partition("-")
-        for file in (names.STORED, names.WEIGHTS):
+        for file in (names.STORED, names.WEIGHTS, names.BEHAVIOUR):
             if (folder / file).is_file():
                 measured.append(pd.read_parquet(folder / file).assign(size=size, seed=int(seed), table=Path(file).stem))
     if measured:

@@ -37,6 +37,12 @@ METHODS = (
 )  # beside grpo under gptq, rtn-int4
 PARAMETERS = {"m3": 2.5e6, "m10": 8e6, "m25": 24e6, "m200": 200e6}
 MEASURES = ("relative_mse", "code_flip_rate", "update_survival", "update_cosine")  # per cell of grpo, over matrices
+BEHAVIOUR = ("kl", "top1_agreement")  # per cell of grpo, on held-out solutions
+KEYS = {  # beside those of a cell
+    "outcomes.parquet": ["question"],
+    "weights.parquet": ["table", "tensor", "layer"],
+    "why.parquet": ["tensor", "other"],
+}
 Cell = tuple[str, str, str]  # size, variant, scheme
 Weights = dict[Cell, float]
 
@@ -209,6 +215,9 @@ def predictors(frame: pd.DataFrame, weights: pd.DataFrame, draws: int = 2000) ->
     accuracy = trained.groupby(["size", "seed", "scheme"], observed=True)["correct"].mean()
     stored = weights[(weights["table"] == "schemes") & (weights["variant"] == GRPO)]
     measured = stored.groupby(["size", "seed", "scheme"])[[m for m in MEASURES if m in stored]].mean()
+    spoken = weights[(weights["table"] == "behaviour") & (weights["variant"] == GRPO)]
+    if len(spoken := spoken[spoken["scheme"].isin(set(stored["scheme"]))]):
+        measured = measured.join(spoken.groupby(["size", "seed", "scheme"])[list(BEHAVIOUR)].mean())
     points = measured.assign(
         loss=[
             accuracy.get((size, seed, FULL), np.nan) - accuracy.get((size, seed, scheme), np.nan)
@@ -245,6 +254,86 @@ def correlations(ranks: Sequence[Rank]) -> list[str]:
     return ["## 6. What predicts the loss?", "", *_shown(head, body), ""]
 
 
+def movement(why: pd.DataFrame) -> list[str]:
+    """Return what moved, and where, as a table: means over matrices, by size and variant, over seeds."""
+    heads = {
+        "moved": "moved, as bf16 stores them",
+        "again": "moved under both of two seeds",
+        "again_lift": "over chance",
+        "principal": "among principal weights, over all",
+        "principal_by_size": "over weights of their size",
+        "rotation_deg": "rotation, °",
+        "spectrum_shift": "spectrum shift",
+    }
+    body = []
+    for size in sorted(why["size"].unique(), key=PARAMETERS.__getitem__):
+        for variant in (names.SFT, GRPO):
+            part = why[(why["size"] == size) & (why["variant"] == variant)]
+            if len(part):
+                body.append([size, variant, *(_spread(part, key) for key in heads)])
+    return ["## 7. What moved?", "", *_shown(("size", "weights", *heads.values()), body), "", *_mxfp4(why)]
+
+
+def _mxfp4(why: pd.DataFrame) -> list[str]:
+    """Return MXFP4's squared error and its parts, in percent of the weights' squared norm, as a table."""
+    heads = {"mx_error": "error", "mx_scale": "scale", "mx_dead": "rounded to 0", "mx_grid": "the rest of rounding"}
+    percent = why.assign(**{key: 100 * why[key] for key in heads})
+    body = []
+    for size in sorted(why["size"].unique(), key=PARAMETERS.__getitem__):
+        for variant in (BASE, names.SFT, GRPO):
+            part = percent[(why["size"] == size) & (why["variant"] == variant)]
+            if len(part):
+                body.append([size, variant, *(_spread(part, key) for key in heads)])
+    head = ("size", "weights", *(f"{name}, %" for name in heads.values()))
+    return ["MXFP4's squared error, over that of the weights:", "", *_shown(head, body), ""]
+
+
+def _spread(part: pd.DataFrame, key: str) -> str:
+    """Return a measure's mean over matrices by their weights, and its range over seeds, or over pairs of seeds."""
+    known = part.dropna(subset=[key])
+    by_seed = [
+        np.average(rows[key], weights=rows["numel"])
+        for _, rows in known.groupby(["seed", *(["other"] if key.startswith("again") else [])])
+    ]
+    if not by_seed:
+        return ""
+    return f"{np.mean(by_seed):.3g} ({min(by_seed):.3g} to {max(by_seed):.3g})"
+
+
+def draw_excess(answers: Answers, out: Path) -> None:
+    """Draw, for every scheme, how much more it costs grpo than the base and both controls."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    schemes = answers.schemes()
+    figure, axis = plt.subplots(figsize=(7, 1.2 + 0.32 * len(schemes)))
+    for shift, other in zip((-0.22, 0.0, 0.22), (BASE, *CONTROLS), strict=True):
+        values = [
+            (place, answers.contrast(excess(answers.sizes, scheme, other))) for place, scheme in enumerate(schemes)
+        ]
+        found = [(place, value) for place, value in values if value]
+        if found:
+            middle = [value.estimate for _, value in found]
+            ends = np.array([[value.estimate - value.low, value.high - value.estimate] for _, value in found]).T
+            places = [place + shift for place, _ in found]
+            axis.errorbar(middle, places, xerr=ends, fmt="o", ms=3, capsize=2, label=f"against {other}")
+    axis.axvspan(-MARGIN, MARGIN, color="grey", alpha=0.15, lw=0)
+    axis.axvline(0, color="grey", lw=0.5)
+    axis.set_yticks(range(len(schemes)), schemes)
+    axis.invert_yaxis()
+    axis.set_xlabel(
+        "accuracy that quantization costs after GRPO, minus without (mean over sizes, 95 % intervals)", fontsize=8
+    )
+    value = answers.contrast(excess(answers.sizes, PRIMARY, BASE))
+    axis.set_title(f"{PRIMARY}: {interval(value)}; {answer(value)}" if value else "", fontsize=9)
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.tight_layout()
+    figure.savefig(out, dpi=150)
+    plt.close(figure)
+
+
 def draw(answers: Answers, out: Path) -> None:
     """Draw the loss by bits before and after RL, a panel per size."""
     import matplotlib
@@ -272,7 +361,7 @@ def draw(answers: Answers, out: Path) -> None:
     plt.close(figure)
 
 
-def page(frame: pd.DataFrame, weights: pd.DataFrame | None) -> tuple[Answers, str]:
+def page(frame: pd.DataFrame, weights: pd.DataFrame | None, why: pd.DataFrame | None) -> tuple[Answers, str]:
     """Return the aligned answers and all tables as Markdown."""
     answers = Answers(frame)
     runs, n = len(answers.evidence.runs), answers.evidence.n
@@ -285,6 +374,8 @@ def page(frame: pd.DataFrame, weights: pd.DataFrame | None) -> tuple[Answers, st
         lines += part(answers)
     if weights is not None:
         lines += correlations(predictors(frame, weights))
+    if why is not None:
+        lines += movement(why)
     return answers, "\n".join(lines)
 
 
@@ -293,7 +384,7 @@ def read(exports: Sequence[Path], name: str) -> pd.DataFrame | None:
     found = [pd.read_parquet(folder / name) for folder in exports if (folder / name).is_file()]
     if not found:
         return None
-    keys = ["size", "seed", "variant", "scheme", *(["question"] if name == "outcomes.parquet" else ["table", "tensor"])]
+    keys = ["size", "seed", "variant", "scheme", *KEYS[name]]
     joined: Mapping = pd.concat(
         [each.astype({key: str for key in keys if key in each and key != "seed"}) for each in found]
     )
@@ -303,16 +394,17 @@ def read(exports: Sequence[Path], name: str) -> pd.DataFrame | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("exports", help="folders of export.py, by comma")
-    parser.add_argument("--out", type=Path, required=True, help="folder for tables.md and bits.png")
+    parser.add_argument("--out", type=Path, required=True, help="folder for tables.md, bits.png and excess.png")
     given = parser.parse_args()
     exports = [Path(part) for part in given.exports.split(",")]
     frame = read(exports, "outcomes.parquet")
     if frame is None:
         sys.exit(f"{given.exports} holds no outcomes.parquet: run.py or export.py writes it.")
     given.out.mkdir(parents=True, exist_ok=True)
-    answers, text = page(frame, read(exports, "weights.parquet"))
+    answers, text = page(frame, read(exports, "weights.parquet"), read(exports, "why.parquet"))
     (given.out / "tables.md").write_text(text + "\n", encoding="utf-8")
     draw(answers, given.out / "bits.png")
+    draw_excess(answers, given.out / "excess.png")
     print(text)
 
 

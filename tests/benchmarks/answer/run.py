@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parent))
 
 import export
+import why
 
 from qrl import tiny
 
@@ -157,6 +158,7 @@ def main() -> None:
         traceback.print_exception(error)
     stores = {"": work.store} | ({"-fp8": work.fp8} if work.fp8 else {})
     export.write(stores, work.folder / "weights", work.folder / "export")
+    why.write(work.folder)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,152 @@
+"""Measure on a sweep's models which weights training moved, where they lie, and what MXFP4's error is made of.
+
+    python tests/benchmarks/answer/why.py WORK      # writes WORK/export/why.parquet; a GPU helps with m200
+
+A row is a matrix of a linear layer, in a variant of a size and seed:
+
+moved               share of the stored weights that differ from the base's, bit for bit
+principal           share of moved weights among the principal ones, over `moved`: below 1, training avoids them.
+                    Principal is the tenth of the weights that is largest in W's best approximation of a tenth of its
+                    rank
+principal_by_size   the same over what it would be if a weight's binary exponent alone decided whether it moves: the
+                    steps of bf16 are larger for larger weights
+rotation_deg        mean angle between the leading left singular vectors of W, a tenth of the rank, and the trained W's
+spectrum_shift      ‖σ(trained) − σ(W)‖ / ‖σ(W)‖
+again, again_lift   of a pair of seeds: share of weights that both moved, and that share over what two independent draws
+                    would give; both are the same for the two
+mx_scale, mx_dead, mx_grid     squared error of MXFP4 over ‖W‖², in three parts that add up weight by weight: a scale
+                    that is a power of two instead of max|w| / 6; weights that the exact scale rounds to 0; the rest
+mx_error            of the three together; their squares differ from it by the products of the parts
+
+Source: principal weights and rotation after Zhu et al., arXiv 2511.08567; the three parts after Li et al., arXiv
+2605.20402, by their abstract; MXFP4 is OCP's, blocks of 32 along the input.
+"""
+
+import argparse
+import itertools
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+import export
+import pandas as pd
+import torch
+
+from qrl import checkpoint, names
+from qrl.diagnose import weights
+from qrl.tracking import addresses
+
+SHARE = 0.1  # of the rank, and of the weights
+GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1
+BLOCK = 32
+
+
+def principal(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a matrix's principal weights as a mask, its leading left singular vectors, and all singular values."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    rank = max(1, int(SHARE * len(s)))
+    sizes = ((u[:, :rank] * s[:rank]) @ v[:rank]).abs()
+    kept = sizes.flatten().topk(max(1, int(SHARE * sizes.numel()))).indices
+    mask = torch.zeros(sizes.numel(), dtype=torch.bool, device=matrix.device)
+    mask[kept] = True
+    return mask.view_as(sizes), u[:, :rank], s
+
+
+def mxfp4(matrix: torch.Tensor) -> dict[str, float]:
+    """Return the squared error of MXFP4 and of its three parts, over the matrix's squared norm."""
+    blocks = matrix.flatten()[: matrix.numel() // BLOCK * BLOCK].view(-1, BLOCK)
+    blocks = blocks[blocks.abs().amax(1) > 0]
+    largest = blocks.abs().amax(1, keepdim=True)
+    scales = {"exact": largest / GRID[-1], "stored": 2.0 ** (largest.log2().floor() - 2)}  # E2M1's largest is 1.5 · 2²
+    grid = torch.tensor(GRID, device=blocks.device)
+    middles = (grid[1:] + grid[:-1]) / 2
+    made = {}
+    for name, scale in scales.items():
+        sizes = (blocks.abs() / scale).clamp(max=GRID[-1])
+        made[name] = grid[torch.bucketize(sizes, middles)] * blocks.sign() * scale
+    rounded = made["exact"] - blocks
+    parts = {"scale": made["stored"] - made["exact"], "dead": rounded.where(made["exact"] == 0, 0.0)}
+    parts["grid"] = rounded - parts["dead"]
+    whole, errors = blocks.square().sum(), parts | {"error": made["stored"] - blocks}
+    return {f"mx_{name}": float(part.square().sum() / whole) for name, part in errors.items()}
+
+
+def measure(base: dict[str, torch.Tensor], variants: dict[tuple[str, int], Path], device: str) -> list[dict]:
+    """Return the rows of a size; `variants` are folders by variant and seed."""
+    rows, moved = [], {}
+    for name, stored in base.items():
+        before = stored.to(device, torch.float32)
+        mask, vectors, values = principal(before)
+        rows.append({"variant": names.BASE, "seed": -1, "tensor": name, "numel": stored.numel(), **mxfp4(before)})
+        for (variant, seed), folder in variants.items():
+            ((_, trained),) = checkpoint.tensors(folder, [name])
+            changed = (trained != stored).to(device)
+            moved[variant, seed] = changed
+            share, after = float(changed.float().mean()), trained.to(device, torch.float32)
+            u, s, _ = torch.linalg.svd(after, full_matrices=False)
+            cosines = torch.linalg.svdvals(vectors.T @ u[:, : vectors.shape[1]]).clamp(max=1)
+            row = {"variant": variant, "seed": seed, "tensor": name, "numel": stored.numel(), "moved": share}
+            row |= _among_principal(changed, mask, before)
+            row["rotation_deg"] = float(cosines.arccos().rad2deg().mean())
+            row["spectrum_shift"] = float((s - values).norm() / values.norm())
+            rows.append(row | mxfp4(after))
+        rows += _again(name, moved)
+    return rows
+
+
+def _among_principal(changed: torch.Tensor, mask: torch.Tensor, before: torch.Tensor) -> dict[str, float]:
+    """Return the share of moved weights among the principal ones, over that of all, and over that of their sizes."""
+    exponents = before.frexp().exponent.flatten() + 256
+    totals = torch.bincount(exponents, minlength=512)
+    shares = torch.bincount(exponents, changed.flatten().float(), 512) / totals.clamp(min=1)
+    within, expected = float(changed[mask].float().mean()), float(shares[exponents[mask.flatten()]].mean())
+    share = float(changed.float().mean())
+    return {
+        "principal": within / share if share else float("nan"),
+        "principal_by_size": within / expected if expected else float("nan"),
+    }
+
+
+def _again(name: str, moved: dict[tuple[str, int], torch.Tensor]) -> list[dict]:
+    """Return a row for each pair of seeds of a variant: the share of weights that both moved."""
+    rows = []
+    for (one, first), (other, second) in itertools.combinations(moved, 2):
+        if one == other:
+            masks = moved[one, first], moved[other, second]
+            both = float((masks[0] & masks[1]).float().mean())
+            chance = float(masks[0].float().mean() * masks[1].float().mean())
+            row = {"variant": one, "seed": first, "other": second, "tensor": name, "numel": masks[0].numel()}
+            rows.append(row | {"again": both, "again_lift": both / chance if chance else float("nan")})
+    return rows
+
+
+def write(work: Path) -> None:
+    """Write the rows of every size in a folder of run.py to `export/why.parquet` there."""
+    store, device = f"sqlite:///{work.resolve()}/store.db", "cuda" if torch.cuda.is_available() else "cpu"
+    by_size: dict[str, dict[tuple[str, int], Path]] = {}
+    for (base, seed, variant, scheme), run in export.cells(store).items():
+        if scheme == names.FULL and variant in (names.GRPO, names.SFT):
+            folder = addresses.folder(export.address(store, run))
+            by_size.setdefault(base, {})[variant, seed] = folder
+    frames = []
+    for base, variants in by_size.items():
+        wanted = [name for name, _ in weights.matrices(base) if weights.place(name)["layer"] >= 0]  # the head stays
+        frame = pd.DataFrame(measure(dict(checkpoint.tensors(base, wanted)), variants, device))
+        frames.append(frame.assign(size=Path(base).name))
+        print(f"{Path(base).name}: {len(wanted)} matrices of {len(variants)} models", flush=True)
+    out = work / "export" / "why.parquet"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if frames:
+        pd.concat(frames, ignore_index=True).to_parquet(out, compression="zstd")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("work", type=Path, help="folder of run.py")
+    write(parser.parse_args().work)
+
+
+if __name__ == "__main__":
+    main()
