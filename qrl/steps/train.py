@@ -246,7 +246,8 @@ def _log_training(trained: Trained, work: Path) -> None:
     shutil.copy(work / "trainer" / arguments.FILE, artifacts / arguments.FILE)
     contents.log_folder(artifacts)
     contents.log_table(trained.completions, "completions")
-    contents.log_scores({"train/seconds": trained.seconds, "train/resumed_from": trained.resumed_from})
+    scores = {"seconds": trained.seconds, "resumed_from": trained.resumed_from, **trained.moved}
+    contents.log_scores({f"train/{name}": value for name, value in scores.items()})
     if alarm := trained.stopped:
         contents.tag(names.TAG_STOPPED, f"{alarm.watcher}, step {alarm.step}")
         contents.log_scores({"train/stopped_at": alarm.step})

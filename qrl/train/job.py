@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,3 +59,4 @@ class Trained:
     resumed_from: int  # step of the checkpoint that training resumed from; 0 for a fresh start
     seconds: float  # of this process
     stopped: Alarm | None  # the watcher that ended the training early
+    moved: Mapping[str, float] = field(default_factory=dict)  # from `save.moved`, where all weights were trained

@@ -49,7 +49,9 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
     seconds = time.perf_counter() - began
     state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
     frozen.check(state)
+    moved: dict[str, float] = {}
     if process.rank() == 0:
+        moved = {} if job.settings.adapter else save.moved(model, base, state)
         save.trained(model, base, job, state)
     trainer.accelerator.wait_for_everyone()
     return Trained(
@@ -61,6 +63,7 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
         resumed_from=step(last) if last else 0,
         seconds=seconds,
         stopped=watching.stopped,
+        moved=moved,
     )
 
 

@@ -32,6 +32,30 @@ def trained(model, base: checkpoint.Checkpoint, job: Job, state: dict[str, torch
     write(model, job.base, job.out, dtype=None if settings.adapter else dtype, state=state, note=note)
 
 
+def moved(model, base: checkpoint.Checkpoint, state: dict[str, torch.Tensor] | None = None) -> dict[str, float]:
+    """Return the share of weights that differ from the base's: as trained, and as the base's dtype stores them.
+
+    A step that is smaller than bf16's spacing shows in the masters alone.
+
+    Args:
+        model: with all weights trained.
+        base: what it started from.
+        state: as in `write`.
+
+    Source: Zhu et al., The Path Not Taken, arXiv 2511.08567, which tells both shares apart.
+    """
+    after = dict(model.named_parameters()) if state is None else state
+    trained = [name for name in checkpoint.entries(base.path) if name in after]
+    counts = torch.zeros(3, dtype=torch.float64)
+    for name, before in checkpoint.tensors(base.path, trained):
+        weight = after[name].detach()
+        old = before.to(weight.device)
+        differ = (weight != old.to(weight.dtype)).sum(), (weight.to(old.dtype) != old).sum(), weight.numel()
+        counts += torch.tensor([float(each) for each in differ], dtype=torch.float64)
+    masters, stored, total = counts.tolist()
+    return {"moved_share": masters / total, "moved_share_stored": stored / total} if total else {}
+
+
 def write(model, base: Path, out: Path, *, dtype: str | None, state: dict | None = None, note: Callable | None = None):
     """Write weights beside the base's own tokenizer files, so that prompts stay identical.
 

@@ -121,6 +121,26 @@ def test_weights_gathered_from_several_processes_are_written_as_those_of_one(tmp
     assert checkpoint.digest(tmp_path / "gathered") == checkpoint.digest(tmp_path / "whole")
 
 
+def test_the_share_of_weights_that_moved_is_that_of_the_masters_and_of_what_is_stored(trained):
+    _, done, _ = trained
+    before, after = dict(checkpoint.tensors(tiny.PATH)), dict(checkpoint.tensors(done.path))
+    differ = sum(int((after[name] != weight).sum()) for name, weight in before.items())
+    assert done.moved["moved_share_stored"] == differ / sum(weight.numel() for weight in before.values())
+    assert 0 < done.moved["moved_share_stored"] < done.moved["moved_share"] <= 1
+
+
+def test_a_step_below_the_spacing_of_bf16_shows_in_the_masters_alone():
+    model = policy.load(tiny.PATH, Train(), "cpu")
+    base = checkpoint.check(tiny.PATH)
+    assert save.moved(model, base) == {"moved_share": 0, "moved_share_stored": 0}
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data[0, 0] *= 1 + 2**-12
+    weight.data[0, 1] *= 1 + 2**-4
+    total = sum(entry.numel for entry in checkpoint.entries(tiny.PATH).values())
+    for state in (None, model.state_dict()):
+        assert save.moved(model, base, state) == {"moved_share": 2 / total, "moved_share_stored": 1 / total}
+
+
 def test_metrics_come_live_step_by_step(trained):
     _, done, seen = trained
     assert [step for step, _ in seen] == [1, 2] == list(done.history["step"])

@@ -257,7 +257,8 @@ def correlations(ranks: Sequence[Rank]) -> list[str]:
 def movement(why: pd.DataFrame) -> list[str]:
     """Return what moved, and where, as a table: means over matrices, by size and variant, over seeds."""
     heads = {
-        "moved": "moved, as bf16 stores them",
+        "moved_fp32": "moved, in fp32",
+        "moved": "as bf16 stores them",
         "again": "moved under both of two seeds",
         "again_lift": "over chance",
         "principal": "among principal weights, over all",

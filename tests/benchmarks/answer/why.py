@@ -5,6 +5,7 @@
 A row is a matrix of a linear layer, in a variant of a size and seed:
 
 moved               share of the stored weights that differ from the base's, bit for bit
+moved_fp32          share of the masters that do, before they are stored; of a whole model, tensor "all"
 principal           share of moved weights among the principal ones, over `moved`: below 1, training avoids them.
                     Principal is the tenth of the weights that is largest in W's best approximation of a tenth of its
                     rank
@@ -122,6 +123,20 @@ def _again(name: str, moved: dict[tuple[str, int], torch.Tensor]) -> list[dict]:
     return rows
 
 
+def masters(store: str) -> list[dict]:
+    """Return a row for each training of all weights: the share of its masters that moved."""
+    from mlflow import MlflowClient
+
+    client, rows = MlflowClient(store), []
+    query = f"{export.FINISHED} and tags.`{names.TAG_STEP}` = 'train' and metrics.`train/moved_share` >= 0"
+    for run in client.search_runs(["0"], query, max_results=1000):
+        parent = client.get_run(run.data.tags["mlflow.parentRunId"]).data.params
+        row = {"size": Path(parent["model"]).name, "variant": run.data.tags[names.TAG_VARIANT], "numel": 1}
+        share = run.data.metrics["train/moved_share"]
+        rows.append(row | {"seed": int(parent["seed"]), "tensor": "all", "moved_fp32": share})
+    return rows
+
+
 def write(work: Path) -> None:
     """Write the rows of every size in a folder of run.py to `export/why.parquet` there."""
     store, device = f"sqlite:///{work.resolve()}/store.db", "cuda" if torch.cuda.is_available() else "cpu"
@@ -138,7 +153,8 @@ def write(work: Path) -> None:
         print(f"{Path(base).name}: {len(wanted)} matrices of {len(variants)} models", flush=True)
     out = work / "export" / "why.parquet"
     out.parent.mkdir(parents=True, exist_ok=True)
-    if frames:
+    frames.append(pd.DataFrame(masters(store)))
+    if by_size:
         pd.concat(frames, ignore_index=True).to_parquet(out, compression="zstd")
 
 
