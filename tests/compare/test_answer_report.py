@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "answer"))
 
 import report
+import why
 
 SIZES, SEEDS, N = ("m3", "m25"), (0, 1, 2), 400
 LOSS = {("base", "gptq"): 0.05, ("grpo", "gptq"): 0.10, ("sft", "gptq"): 0.05}  # of accuracy; w8a16 costs nothing
@@ -47,6 +49,40 @@ def test_the_page_has_every_question_that_the_cells_can_answer(frame):
         assert f"## {number}. " in text
     assert "| sft | gptq | +0.050" in text
     assert "None" not in text and "nan" not in text
+
+
+def test_what_moved_is_averaged_over_matrices_by_their_weights(frame):
+    rows = [
+        {"size": "m3", "variant": "grpo", "seed": seed, "tensor": name, "numel": numel, "moved": share}
+        for seed, shares in enumerate(((0.1, 0.5), (0.3, 0.7)))
+        for name, numel, share in (("a", 300, shares[0]), ("b", 100, shares[1]))
+    ]
+    keys = ("moved_fp32", "again", "again_lift", "principal", "principal_by_size", "rotation_deg", "spectrum_shift")
+    moved = pd.DataFrame(rows).assign(other=np.nan, **dict.fromkeys((*keys, *MX), np.nan))
+    _, text = report.page(frame, None, moved)
+    assert "| m3 | grpo |  | 0.3 (0.2 to 0.4) |" in text
+
+
+MX = ("mx_error", "mx_scale", "mx_dead", "mx_grid")
+
+
+def test_the_parts_of_mxfp4s_error():
+    block = torch.tensor([6.0, 4, 3, 2, 1.5, 1, 0.5, 0] * 4)
+    assert why.mxfp4(block) == dict.fromkeys(MX, 0)  # all on the grid, and 6 · 2⁰ needs no rounded scale
+    dead = why.mxfp4(torch.cat((block[:-1], torch.tensor([0.2]))))
+    assert dead["mx_dead"] == dead["mx_error"] == pytest.approx(0.04 / float(block.square().sum() + 0.04))
+    assert dead["mx_grid"] == dead["mx_scale"] == 0
+    assert why.mxfp4(block * 1.1)["mx_scale"] > 0  # the power of two below cuts the largest off
+
+
+def test_a_weights_size_explains_what_bf16_hides():
+    """Where all large weights stay, and all small ones move, principal weights move as their sizes say."""
+    before = torch.full((4, 8), 0.01)
+    before[:, 0] = 2.0
+    mask = torch.zeros(4, 8, dtype=torch.bool)
+    mask[:, :2] = True
+    found = why._among_principal(before < 1, mask, before)
+    assert found["principal"] == pytest.approx(0.5 / (7 / 8)) and found["principal_by_size"] == pytest.approx(1)
 
 
 def test_a_measure_that_orders_the_losses_has_a_correlation_of_one(frame):

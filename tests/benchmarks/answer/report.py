@@ -362,7 +362,7 @@ def draw(answers: Answers, out: Path) -> None:
     plt.close(figure)
 
 
-def page(frame: pd.DataFrame, weights: pd.DataFrame | None, why: pd.DataFrame | None) -> tuple[Answers, str]:
+def page(frame: pd.DataFrame, weights: pd.DataFrame | None, why: pd.DataFrame | None = None) -> tuple[Answers, str]:
     """Return the aligned answers and all tables as Markdown."""
     answers = Answers(frame)
     runs, n = len(answers.evidence.runs), answers.evidence.n
