@@ -49,9 +49,8 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
     seconds = time.perf_counter() - began
     state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
     frozen.check(state)
-    moved: dict[str, float] = {}
+    moved = save.moved(model, base, state) if process.rank() == 0 and not job.settings.adapter else {}
     if process.rank() == 0:
-        moved = {} if job.settings.adapter else save.moved(model, base, state)
         save.trained(model, base, job, state)
     trainer.accelerator.wait_for_everyone()
     return Trained(

@@ -42,6 +42,9 @@ def moved(model, base: checkpoint.Checkpoint, state: dict[str, torch.Tensor] | N
         base: what it started from.
         state: as in `write`.
 
+    Returns:
+        `moved_share` and `moved_share_stored`; nothing where no weight has the name of one of the base's.
+
     Source: Zhu et al., The Path Not Taken, arXiv 2511.08567, which tells both shares apart.
     """
     after = dict(model.named_parameters()) if state is None else state

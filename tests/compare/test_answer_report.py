@@ -67,12 +67,12 @@ MX = ("mx_error", "mx_scale", "mx_dead", "mx_grid")
 
 
 def test_the_parts_of_mxfp4s_error():
-    block = torch.tensor([6.0, 4, 3, 2, 1.5, 1, 0.5, 0] * 4)
+    block = torch.tensor([[6.0, 4, 3, 2, 1.5, 1, 0.5, 0] * 4])
     assert why.mxfp4(block) == dict.fromkeys(MX, 0)  # all on the grid, and 6 · 2⁰ needs no rounded scale
-    dead = why.mxfp4(torch.cat((block[:-1], torch.tensor([0.2]))))
+    dead = why.mxfp4(torch.cat((block[:, :-1], torch.tensor([[0.2]])), 1))
     assert dead["mx_dead"] == dead["mx_error"] == pytest.approx(0.04 / float(block.square().sum() + 0.04))
     assert dead["mx_grid"] == dead["mx_scale"] == 0
-    assert why.mxfp4(block * 1.1)["mx_scale"] > 0  # the power of two below cuts the largest off
+    assert why.mxfp4(block * 1.1)["mx_scale"] > 0  # no power of two is 1.1
 
 
 def test_a_weights_size_explains_what_bf16_hides():

@@ -296,7 +296,7 @@ def seeded(seed: int) -> Iterator[None]:
     On a CPU vLLM samples tokens with torch's generator; on a GPU it may seed each completion from numpy's.
     """
     state = numpy.random.get_state()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # all, by default: 0.5 GiB on each
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # by default a context on each GPU
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         numpy.random.seed(seed % 2**32)

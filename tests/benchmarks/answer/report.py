@@ -8,7 +8,7 @@ sizes is one contrast of cells: paired by question, over seeds (random) and ques
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -266,12 +266,7 @@ def movement(why: pd.DataFrame) -> list[str]:
         "rotation_deg": "rotation, °",
         "spectrum_shift": "spectrum shift",
     }
-    body = []
-    for size in sorted(why["size"].unique(), key=PARAMETERS.__getitem__):
-        for variant in (names.SFT, GRPO):
-            part = why[(why["size"] == size) & (why["variant"] == variant)]
-            if len(part):
-                body.append([size, variant, *(_spread(part, key) for key in heads)])
+    body = _means(why, (names.SFT, GRPO), heads)
     return ["## 7. What moved?", "", *_shown(("size", "weights", *heads.values()), body), "", *_mxfp4(why)]
 
 
@@ -279,14 +274,20 @@ def _mxfp4(why: pd.DataFrame) -> list[str]:
     """Return MXFP4's squared error and its parts, in percent of the weights' squared norm, as a table."""
     heads = {"mx_error": "error", "mx_scale": "scale", "mx_dead": "rounded to 0", "mx_grid": "the rest of rounding"}
     percent = why.assign(**{key: 100 * why[key] for key in heads})
-    body = []
-    for size in sorted(why["size"].unique(), key=PARAMETERS.__getitem__):
-        for variant in (BASE, names.SFT, GRPO):
-            part = percent[(why["size"] == size) & (why["variant"] == variant)]
-            if len(part):
-                body.append([size, variant, *(_spread(part, key) for key in heads)])
+    body = _means(percent, (BASE, names.SFT, GRPO), heads)
     head = ("size", "weights", *(f"{name}, %" for name in heads.values()))
     return ["MXFP4's squared error, over that of the weights:", "", *_shown(head, body), ""]
+
+
+def _means(why: pd.DataFrame, variants: Sequence[str], keys: Iterable[str]) -> list[list[str]]:
+    """Return a row for each size and variant that was measured."""
+    body = []
+    for size in sorted(why["size"].unique(), key=PARAMETERS.__getitem__):
+        for variant in variants:
+            part = why[(why["size"] == size) & (why["variant"] == variant)]
+            if len(part):
+                body.append([size, variant, *(_spread(part, key) for key in keys)])
+    return body
 
 
 def _spread(part: pd.DataFrame, key: str) -> str:

@@ -20,7 +20,7 @@ mx_scale, mx_dead, mx_grid     squared error of MXFP4 over ‖W‖², in three p
 mx_error            of the three together; their squares differ from it by the products of the parts
 
 Source: principal weights and rotation after Zhu et al., arXiv 2511.08567; the three parts after Li et al., arXiv
-2605.20402, by their abstract; MXFP4 is OCP's, blocks of 32 along the input.
+2605.20402, by their abstract; MXFP4 as `train.qat=mxfp4` rounds it.
 """
 
 import argparse
@@ -37,11 +37,11 @@ import torch
 
 from qrl import checkpoint, names
 from qrl.diagnose import weights
+from qrl.formats.fakequant import rounding
 from qrl.tracking import addresses
 
 SHARE = 0.1  # of the rank, and of the weights
-GRID = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1
-BLOCK = 32
+LARGEST = 6.0  # of E2M1
 
 
 def principal(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,21 +56,15 @@ def principal(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def mxfp4(matrix: torch.Tensor) -> dict[str, float]:
-    """Return the squared error of MXFP4 and of its three parts, over the matrix's squared norm."""
-    blocks = matrix.flatten()[: matrix.numel() // BLOCK * BLOCK].view(-1, BLOCK)
-    blocks = blocks[blocks.abs().amax(1) > 0]
-    largest = blocks.abs().amax(1, keepdim=True)
-    scales = {"exact": largest / GRID[-1], "stored": 2.0 ** (largest.log2().floor() - 2)}  # E2M1's largest is 1.5 · 2²
-    grid = torch.tensor(GRID, device=blocks.device)
-    middles = (grid[1:] + grid[:-1]) / 2
-    made = {}
-    for name, scale in scales.items():
-        sizes = (blocks.abs() / scale).clamp(max=GRID[-1])
-        made[name] = grid[torch.bucketize(sizes, middles)] * blocks.sign() * scale
-    rounded = made["exact"] - blocks
+    """Return the squared error of MXFP4, as qrl stores it, and of its three parts, over the matrix's squared norm."""
+    args = rounding.scheme("mxfp4").weights
+    (stored,), *_ = rounding.scales([matrix], args)
+    exact = matrix.unflatten(-1, (-1, args.group_size)).abs().amax(-1).clamp(min=1e-30) / LARGEST
+    made = {name: rounding.values(matrix, args, scale, None) for name, scale in (("exact", exact), ("stored", stored))}
+    rounded = made["exact"] - matrix
     parts = {"scale": made["stored"] - made["exact"], "dead": rounded.where(made["exact"] == 0, 0.0)}
     parts["grid"] = rounded - parts["dead"]
-    whole, errors = blocks.square().sum(), parts | {"error": made["stored"] - blocks}
+    whole, errors = matrix.square().sum(), parts | {"error": made["stored"] - matrix}
     return {f"mx_{name}": float(part.square().sum() / whole) for name, part in errors.items()}
 
 
