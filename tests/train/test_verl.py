@@ -16,6 +16,7 @@ import yaml
 from safetensors.torch import save_file
 
 from qrl import checkpoint, process, recipe, tasks, tiny
+from qrl.engine import vllm
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe, Rollout, Train, Watch
 from qrl.recipe.base import Section
@@ -42,6 +43,7 @@ OTHER = {  # a value of each translated key that differs from the recipe's
     **{"train.rewards": "correct,format", "seed": "5", "train.parallel": "fsdp2", "train.processes": "2"},
     **{"rollout.gpu_memory_utilization": "0.4", "rollout.max_model_tokens": "99", "rollout.sleep": "off"},
     **{"rollout.is_correction": "sequence_mask", "rollout.is_correction_max": "3"},
+    **{"rollout.kv_cache_gib": "2", "rollout.compile": "false"},
 }
 WITH = {  # what a key needs beside it
     **{f"train.lora_{name}": {"train.method": "lora"} for name in ("rank", "alpha", "targets")},
@@ -176,6 +178,14 @@ def test_the_importance_sampling_correction_is_verls(correction, expected, tmp_p
     made = translate.overrides(job(tmp_path, settings(rollout__is_correction=correction), n=1), 50)
     key = "algorithm.rollout_correction.rollout_is"
     assert (made[key], made[f"{key}_threshold"], made["actor_rollout_ref.rollout.calculate_log_probs"]) == expected
+
+
+def test_a_cache_of_fixed_size_and_graphs_without_compiling_are_options_of_verls_engine(tmp_path):
+    made = translate.overrides(job(tmp_path, settings(rollout__kv_cache_gib="2", rollout__compile="false"), n=1), 50)
+    engine = translate.nested(made)["actor_rollout_ref"]["rollout"]["engine_kwargs"]["vllm"]
+    assert engine["kv_cache_memory_bytes"] == 2 * 2**30 and engine["optimization_level"] == "0"
+    assert json.loads(engine["compilation_config"]) == vllm.GRAPHS_ALONE["compilation_config"]
+    assert not [key for key in translate.overrides(job(tmp_path, n=1), 50) if "engine_kwargs" in key]
 
 
 def test_an_adapter_is_verls_adapter(tmp_path):

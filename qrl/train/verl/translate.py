@@ -3,10 +3,12 @@
 verl's names are those of verl 0.9.1, dotted as in its own configuration files.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from qrl import process
+from qrl.engine import vllm
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train, Watch
 from qrl.tasks import prompt
@@ -73,7 +75,8 @@ COMPUTED = (  # from several keys, in `overrides`
         "train.rewards",
         "train.reward_weights",
     ),
-    *("rollout.is_correction", "rollout.is_correction_max", "model", "task", "seed", "chat.template_kwargs"),
+    *("rollout.is_correction", "rollout.is_correction_max", "rollout.kv_cache_gib", "rollout.compile"),
+    *("model", "task", "seed", "chat.template_kwargs"),
 )
 OURS = (  # qrl applies them itself: it draws the questions, renders the prompts, reads verl's log, and names versions
     *("train.questions", "train.selection", "train.max_ngram_share", "train.completions_logged", "train.trainer"),
@@ -104,8 +107,6 @@ REFUSED: Mapping[str, str] = {  # our key → why any value but the default is r
     "rollout.quantization": "verl sends vLLM weights in bf16",
     "rollout.kv_cache": "verl sets no dtype of keys and values",
     "rollout.adapter": "verl sends an adapter in its own way",
-    "rollout.compile": "verl's engine either compiles or runs without CUDA graphs",
-    "rollout.kv_cache_gib": "verl gives its engine a share of the GPU's memory",
     "rollout.min_effective_sample_size": "verl measures it after truncation",
     "rollout.min_sequence_ess": "verl measures it after truncation",
     "watch.stop": "verl cannot be ended at a step with its weights",
@@ -251,10 +252,15 @@ def _policy(job: Job) -> dict[str, Any]:
 
 
 def _sampling(train: Train, rollout: Rollout) -> dict[str, Any]:
-    """Return how tokens are drawn, and the importance-sampling correction of engine to trainer."""
+    """Return vLLM's own options, how tokens are drawn, and the importance-sampling correction of engine to trainer."""
     level, _, kind = rollout.is_correction.partition("_")
     limit = rollout.is_correction_max if kind != "mask" else f"{_NO_LOWER_BOUND}_{rollout.is_correction_max}"
+    cache = rollout.kv_cache_gib
+    engine = {} if cache is None else vllm.shares(rollout.gpu_memory_utilization, cache)
+    if not rollout.compile:
+        engine |= {key: json.dumps(value) for key, value in vllm.GRAPHS_ALONE.items()}
     return {
+        **{f"{SAMPLER}.engine_kwargs.vllm.{key}": value for key, value in engine.items()},
         f"{SAMPLER}.top_k": train.top_k or -1,
         f"{SAMPLER}.calculate_log_probs": level != "none",
         "algorithm.rollout_correction.rollout_is": None if level == "none" else level,
