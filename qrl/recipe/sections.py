@@ -95,7 +95,7 @@ class Evaluate(Section):
     )
     perplexity: bool = option(False, "perplexity of the worked solutions: reads each question and solution once more")
     tensor_parallel: Annotated[Count, NotInKey("tensor_parallel", 1)] = option(
-        1, "vLLM, in evaluation and serving: GPUs that divide one model's weights; above 1 not run"
+        1, "vLLM, in evaluation and serving: GPUs that divide one model's weights"
     )
 
 

@@ -155,8 +155,7 @@ class Train(Section):
     # The number that trains is an input of the key.
     processes: NoKey[Count | None] = option(None, "how many with train.parallel; default: all GPUs of this machine")
     trainer: Annotated[Literal["trl", "verl"], NotInKey("trainer", "trl")] = option(
-        "trl",
-        "what trains: trl, or verl (GRPO alone, with rollout.engine=vllm; several GPUs, not run: train.parallel=fsdp2)",
+        "trl", "what trains: trl, or verl (GRPO alone, with rollout.engine=vllm; several GPUs: train.parallel=fsdp2)"
     )
 
     @field_validator("reward_weights")

@@ -66,15 +66,23 @@ def make(job: Job, **more):
     if process.sharded() and settings.beta and not settings.adapter:
         # Else TRL spreads the reference over the GPUs before FSDP does.
         more["model_init_kwargs"] = {"device_map": None}
-    return GRPOConfig(
-        **common(job),
-        **{name: getattr(settings, name) for name in SAME},
-        num_generations=settings.generations,
-        loss_type=settings.loss,
-        mask_truncated_completions=settings.mask_truncated,
-        reward_weights=list(settings.reward_weights) or None,
-        **more,
+    return on_one_gpu(
+        GRPOConfig(
+            **common(job),
+            **{name: getattr(settings, name) for name in SAME},
+            num_generations=settings.generations,
+            loss_type=settings.loss,
+            mask_truncated_completions=settings.mask_truncated,
+            reward_weights=list(settings.reward_weights) or None,
+            **more,
+        )
     )
+
+
+def on_one_gpu(config):
+    """Return a trainer's configuration for one GPU: transformers would divide a process's batch over all it can see."""
+    config._n_gpu = min(config.n_gpu, 1)
+    return config
 
 
 def common(job: Job) -> dict[str, Any]:

@@ -72,7 +72,8 @@ def make_trainer(job: Job, teacher: Path):
     from trl import DistillationConfig
 
     settings = job.settings
-    args = DistillationConfig(**arguments.common(job))  # starts the group of processes, over which a teacher is sharded
+    # Starts the group of processes, over which a teacher is sharded.
+    args = arguments.on_one_gpu(DistillationConfig(**arguments.common(job)))
     loss = functools.partial(divergence, reverse=settings.distill_reverse)
     rows = [{"prompt": prompt.messages(question.question, job.template)} for question in job.questions]
     scoring = _teacher(checkpoint.check(teacher), job)

@@ -60,11 +60,10 @@ def _make_trainer(job: Job):
     texts = [_tokenized(tokens, question, job.template) for question in job.questions]
     order = trl_private.question_order(len(texts), settings.prompts_per_step, job.seed)
     own = {"train_sampling_strategy": "sequential", "dataset_kwargs": {"skip_prepare_dataset": True}}
+    given = arguments.optimization(replace(job, settings=settings), settings.prompts_per_step)
     return SFTTrainer(
         model=policy.load(job.base, settings, job.device),
-        args=SFTConfig(
-            **arguments.optimization(replace(job, settings=settings), settings.prompts_per_step), **own, max_length=None
-        ),
+        args=arguments.on_one_gpu(SFTConfig(**given, **own, max_length=None)),
         train_dataset=arguments.dataset(
             [texts[place] for place in islice(order, settings.steps * settings.prompts_per_step)]
         ),

@@ -68,10 +68,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it i
 ALONE = {"one", "qat", "distil", "tensor"}  # that see the first GPU only
 SERVERS = {"server": ({"CUDA_VISIBLE_DEVICES": "1"}, ()), "tensor": ({}, ("--tensor-parallel-size", "2"))}
 SAME = ("reward", "completion_tokens", "loss", "grad_norm")  # by which two runs of a seed are compared
-SHARE = "0.3"  # of a GPU's memory, for an engine
+CACHE_GIB = 12  # of keys and values: an engine whose share of the memory is fixed measures nothing that others change
 USUAL = "--train.method full --train.dtype bf16 --train.gradient_checkpointing true --train.learning_rate 1e-6 "
 USUAL += "--train.prompts_per_step 64 --train.generations 8 --train.micro_batch 64 --train.max_completion_tokens 256 "
-USUAL += f"--train.questions 256 --rollout.engine vllm --rollout.gpu_memory_utilization {SHARE} "
+USUAL += f"--train.questions 256 --rollout.engine vllm --rollout.kv_cache_gib {CACHE_GIB} "
 USUAL += "--rollout.max_model_tokens 1024 --rollout.sleep off --rollout.compile false"
 CHECK = "--device cpu --train.method full --train.prompts_per_step 2 --train.generations 4 --train.micro_batch 4 "
 CHECK += "--train.questions 16 --train.max_completion_tokens 40"
@@ -119,7 +119,8 @@ def served(name: str, model: str, work: Path, *, check: bool) -> Iterator[None]:
         return
     where, more = SERVERS[name]
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16"]
-    words += ["--port", URL.rpartition(":")[2], "--gpu-memory-utilization", SHARE, "--max-model-len", "1024"]
+    words += ["--port", URL.rpartition(":")[2], "--gpu-memory-utilization", "0.05", "--max-model-len", "1024"]
+    words += ["--kv-cache-memory-bytes", str(CACHE_GIB * 2**30)]
     words += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}', *more]
     with open(work / "logs" / f"{name}-server.log", "w") as log:
         variables = os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | where

@@ -8,6 +8,7 @@ import scipy.special
 import torch
 from peft import get_peft_model
 from safetensors.torch import save_file
+from transformers import TrainingArguments
 
 from qrl import checkpoint, quantize, tasks, tiny
 from qrl.engine import hf
@@ -16,7 +17,7 @@ from qrl.evaluate import cells
 from qrl.quantize import calibration
 from qrl.recipe import Evaluate, Recipe, Train
 from qrl.tasks import prompt
-from qrl.train import Job, arguments, grpo, loop, merge, policy, reward, save
+from qrl.train import Job, arguments, distill, grpo, loop, merge, policy, reward, save, sft
 
 pytestmark = pytest.mark.process
 
@@ -30,11 +31,27 @@ def job(folder, settings=FAST, **changes):
     return Job(**{"settings": settings, "device": "cpu"} | data | folders | changes)
 
 
+def distilled(job: Job):
+    return distill.make_trainer(job, tiny.PATH)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     seen = []
     return folder, grpo.run(job(folder, log=lambda metrics, step: seen.append((step, metrics)))), seen
+
+
+@pytest.mark.parametrize("make", [grpo.make_trainer, distilled, sft._make_trainer])
+def test_a_process_that_sees_several_gpus_trains_on_one(make, tmp_path, monkeypatch):
+    begin = TrainingArguments.__post_init__
+
+    def of_two_gpus(self):
+        begin(self)
+        self._n_gpu = 2
+
+    monkeypatch.setattr(TrainingArguments, "__post_init__", of_two_gpus)
+    assert make(job(tmp_path)).args.n_gpu == 1
 
 
 @pytest.mark.parametrize("template", prompt.TEMPLATES)
