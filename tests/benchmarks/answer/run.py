@@ -3,9 +3,9 @@
     python tests/benchmarks/answer/run.py WORK --sizes m3,m10 --seeds 0,1 --lanes 4   # on one GPU
     python tests/benchmarks/answer/run.py WORK --check                                # qrl-tiny and two seeds on a CPU
 
-Each size and seed is one lane's work: commands of qrl, whose output goes to WORK/logs. On a GPU a lane's arms are
-trained side by side, each by a sweep of its own; the whole sweep then finds their results. A second call does what is
-left.
+Each size and seed is one lane's work: commands of qrl, whose output goes to WORK/logs. A lane's arms are trained side
+by side, each by a sweep of its own, and beside them the bases are quantized and evaluated; the whole sweep then finds
+the results. A second call does what is left.
 """
 
 import argparse
@@ -16,8 +16,10 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -26,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import export
 import why
 
+from qrl import recipe as recipes
 from qrl import tiny
 
 SIZES = {  # layers, hidden, steps of 512 texts, learning rate of GRPO
@@ -51,14 +54,19 @@ class Work:
         self.store = f"sqlite:///{self.folder}/store.db"
         self.fp8 = f"sqlite:///{self.folder}/fp8.db" if fp8 else ""  # of trainings with FP8 rollouts
         self.lock = threading.Lock()
+        self.locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def qrl(self, name: str, *words: str, module: str = "qrl", store: str = "") -> bool:
         """Run a command of qrl unless it was done, note its seconds, and return whether it ended well."""
+        with self.locks[name]:  # two seeds ask for the same quantized base
+            return self._ran(name, words, module, store or self.store)
+
+    def _ran(self, name: str, words: Sequence[str], module: str, store: str) -> bool:
         done = self.folder / "logs" / f"{name}.done"
         if done.exists():
             return True
-        variables = os.environ | {"MLFLOW_TRACKING_URI": store or self.store, "PYTHONPATH": export.with_checkout()}
+        variables = os.environ | {"MLFLOW_TRACKING_URI": store, "PYTHONPATH": export.with_checkout()}
         began = time.monotonic()
         with open(self.folder / "logs" / f"{name}.log", "w") as log:
             command = [sys.executable, "-m", module, *words]
@@ -90,15 +98,18 @@ class Work:
         named = "tiny" if self.more else str(Path(__file__).with_name("sweep.yaml"))
         recipe = ["--recipe", named, "--train.learning_rate", str(shape[3])]
         base = str(self.folder / "models" / size)
-        # `pretrained` is a base: no training precedes its cells, so they are made by the steps alone.
         own = [*recipe, "--model", base, "--seed", str(seed), *self.more]
 
         def sweep(name: str, *chosen: str) -> bool:
             words = ["--models", base, "--seeds", str(seed), "--arms", ",".join(chosen), "--yes"]
             return self.qrl(f"{name}-{size}-{seed}", "sweep", *recipe, *self.more, *words)
 
-        with ThreadPoolExecutor(len(self.arms)) as side_by_side:  # they wait for each other's common steps
-            list(side_by_side.map(lambda arm: sweep(f"arm-{arm}", arm), self.arms if len(self.arms) > 1 else ()))
+        sweeps = [(f"arm-{arm}", arm) for arm in self.arms] if len(self.arms) > 1 else [("sweep", *self.arms)]
+        work = [partial(sweep, *words) for words in sweeps]
+        work += [partial(self.untrained, size, suffix, seed, recipe) for suffix in slips]
+        with ThreadPoolExecutor(len(work)) as side_by_side:  # they wait for each other's common steps
+            for one in [side_by_side.submit(each) for each in work]:
+                one.result()
         if not sweep("sweep", *self.arms):
             return
         models = export.models(self.store, base, seed)
@@ -107,21 +118,23 @@ class Work:
         out = str(self.folder / "weights" / f"{size}-{seed}")
         words = ["--base", base, "--trained", full, "--quantized", ",".join(quantized), "--out", out]
         self.qrl(f"diagnose-{size}-{seed}", "diagnose", *own, *words, "--diagnose.behaviour", "64")
-        for suffix in filter(None, slips):
-            self.control(size, suffix, seed, recipe)
         if self.fp8:  # under the same labels, so in a store of its own
             self.qrl(f"fp8-{size}-{seed}", "study", *own, "--rollout.quantization", "fp8", "--yes", store=self.fp8)
 
-    def control(self, size: str, suffix: str, seed: int, recipe: Sequence[str]) -> None:
-        """Quantize and evaluate the base of a text with fewer errors, as `pretrained`, on the questions of a seed."""
-        model = str(self.folder / "models" / (size + suffix))
+    def untrained(self, size: str, suffix: str, seed: int, recipe: Sequence[str]) -> None:
+        """Quantize and evaluate a base, or `pretrained` of a text with fewer errors, on the questions of a seed.
+
+        No training precedes their cells, so they are made while the sweep trains, which then finds those of the base.
+        """
+        variant, model = "pretrained" if suffix else "base", str(self.folder / "models" / (size + suffix))
         words = [*recipe, "--model", model, *self.more]
-        schemes = ",".join(export.schemes(self.store, str(self.folder / "models" / size), seed))
-        given = ["--scheme", schemes, "--models", f"pretrained={model}"]
+        typed = dict(zip((word.removeprefix("--") for word in words[2::2]), words[3::2], strict=True))
+        schemes = ",".join(recipes.load(recipe[1], typed).quantize.schemes)
+        given = ["--scheme", schemes, "--models", f"{variant}={model}"]
         if not self.qrl(f"quantize-{size}{suffix}", "quantize", *words, *given):
             return
-        cells = {"pretrained:full": model} | {
-            f"pretrained:{q}": address for (_, q), address in export.quantized(self.store, model).items()
+        cells = {f"{variant}:full": model} | {
+            f"{variant}:{q}": address for (v, q), address in export.quantized(self.store, model).items() if v == variant
         }
         listed = ",".join(f"{cell}={address}" for cell, address in cells.items())
         self.qrl(f"evaluate-{size}{suffix}-{seed}", "evaluate", *words, "--seed", str(seed), "--cells", listed)
