@@ -5,7 +5,6 @@ python tests/benchmarks/answer/export.py sqlite:///WORK/store.db WORK/weights OU
 
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -58,29 +57,35 @@ def address(store: str, run) -> str:
     return reuse.outputs(run).models["model"]
 
 
-def schemes(store: str, base: str, seed: int) -> list[str]:
-    """Return the schemes that GRPO was evaluated under."""
-    return [scheme for variant, scheme in models(store, base, seed) if variant == "grpo" and scheme != names.FULL]
-
-
-def quantized(store: str, base: str) -> dict[tuple[str, str], str]:
-    """Return the addresses of a model's quantized forms, by variant and scheme."""
+def quantized(store: str, base: str, seed: int) -> dict[tuple[str, str], str]:
+    """Return the addresses of a model's quantized forms under a seed, by variant and scheme."""
     from mlflow import MlflowClient
 
     client, found = MlflowClient(store), {}
     query = f"{FINISHED} and tags.`{names.TAG_STEP}` = 'quantize' and tags.`{names.TAG_VARIANT}` != ''"
     for run in client.search_runs(["0"], query, max_results=5000):
         parent = client.get_run(run.data.tags["mlflow.parentRunId"]).data.params
-        if parent["model"] == base:
+        if (parent["model"], int(parent["seed"])) == (base, seed):
             found[run.data.tags[names.TAG_VARIANT], run.data.tags[names.TAG_SCHEME]] = address(store, run)
     return found
 
 
-def write(stores: Mapping[str, str], weights: Path, out: Path) -> None:
+def trained(store: str, base: str, seed: int, quantization: str) -> str:
+    """Return the address of the model that a training made under a seed, with rollouts in a quantization."""
+    from mlflow import MlflowClient
+
+    asked = {"model": base, "seed": seed, "rollout.quantization": quantization}
+    query = " and ".join(
+        [FINISHED, f"tags.`{names.TAG_STEP}` = 'train'", *(f"params.`{k}` = '{v}'" for k, v in asked.items())]
+    )
+    return address(store, MlflowClient(store).search_runs(["0"], query)[0])
+
+
+def write(store: str, weights: Path, out: Path) -> None:
     """Write `outcomes.parquet` (size, seed and KEPT, a row per question of a cell) and `weights.parquet`.
 
     Args:
-        stores: what is added to the name of grpo's cells → store.
+        store: address of the sweep's store.
         weights: folder of `diagnose`'s tables, SIZE-SEED.
         out: folder for both files.
     """
@@ -88,13 +93,10 @@ def write(stores: Mapping[str, str], weights: Path, out: Path) -> None:
 
     out.mkdir(parents=True, exist_ok=True)
     frames = []
-    found = [(suffix, *item) for suffix, store in stores.items() for item in cells(store).items()]
-    for suffix, (base, seed, variant, scheme), run in found:
-        if suffix and variant != names.GRPO:
-            continue
+    for (base, seed, variant, scheme), run in cells(store).items():
         rows = pd.read_parquet(download_artifacts(f"{run.info.artifact_uri}/{names.QUESTIONS}"), columns=list(KEPT))
         size = Path(base).name.partition("-")[0]
-        frames.append(rows.assign(size=size, seed=seed, variant=variant + suffix, scheme=scheme))
+        frames.append(rows.assign(size=size, seed=seed, variant=variant, scheme=scheme))
     if frames:
         table = pd.concat(frames, ignore_index=True)
         for column in ("size", "variant", "scheme", "question", "finish_reason"):
@@ -113,4 +115,4 @@ def write(stores: Mapping[str, str], weights: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    write({"": sys.argv[1]}, Path(sys.argv[2]), Path(sys.argv[3]))
+    write(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

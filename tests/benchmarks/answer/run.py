@@ -4,11 +4,12 @@
     python tests/benchmarks/answer/run.py WORK --check                                # qrl-tiny and two seeds on a CPU
 
 Each size and seed is one lane's work: commands of qrl, whose output goes to WORK/logs. A lane's arms are trained side
-by side, each by a sweep of its own, and beside them the bases are quantized and evaluated; the whole sweep then finds
-the results. A second call does what is left.
+by side, each by a sweep of its own, and beside them the bases are quantized and evaluated, and GRPO with FP8 rollouts;
+the whole sweep then finds what is its own. A second call does what is left.
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -16,7 +17,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,6 +30,7 @@ import why
 
 from qrl import recipe as recipes
 from qrl import tiny
+from qrl.tiny.make import RECORD
 
 SIZES = {  # layers, hidden, steps of 512 texts, learning rate of GRPO
     "m3": (4, 256, 1000, 2e-5),
@@ -38,6 +39,7 @@ SIZES = {  # layers, hidden, steps of 512 texts, learning rate of GRPO
     "m200": (16, 1152, 800, 1e-5),
 }
 SLIPS = {"": 0.7, "-pretrained": 0.1}  # errors in the text: of the base, and of the control that is more accurate
+ACCURACY = (0.60, 0.72)  # of a base; else it is made in twice the steps, once
 ENDED = (0, 3)  # 3: a gate refused a stage, after everything else
 ARMS = ("sft", "tiny-qlora", "qat-int4", "qad-int4")
 CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
@@ -51,22 +53,16 @@ class Work:
 
     def __init__(self, folder: Path, more: Sequence[str], arms: Sequence[str], *, fp8: bool) -> None:
         self.folder, self.more, self.arms = folder.resolve(), list(more), arms
-        self.store = f"sqlite:///{self.folder}/store.db"
-        self.fp8 = f"sqlite:///{self.folder}/fp8.db" if fp8 else ""  # of trainings with FP8 rollouts
+        self.store, self.fp8 = f"sqlite:///{self.folder}/store.db", fp8
         self.lock = threading.Lock()
-        self.locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
 
-    def qrl(self, name: str, *words: str, module: str = "qrl", store: str = "") -> bool:
+    def qrl(self, name: str, *words: str, module: str = "qrl") -> bool:
         """Run a command of qrl unless it was done, note its seconds, and return whether it ended well."""
-        with self.locks[name]:  # two seeds ask for the same quantized base
-            return self._ran(name, words, module, store or self.store)
-
-    def _ran(self, name: str, words: Sequence[str], module: str, store: str) -> bool:
         done = self.folder / "logs" / f"{name}.done"
         if done.exists():
             return True
-        variables = os.environ | {"MLFLOW_TRACKING_URI": store, "PYTHONPATH": export.with_checkout()}
+        variables = os.environ | {"MLFLOW_TRACKING_URI": self.store, "PYTHONPATH": export.with_checkout()}
         began = time.monotonic()
         with open(self.folder / "logs" / f"{name}.log", "w") as log:
             command = [sys.executable, "-m", module, *words]
@@ -88,10 +84,29 @@ class Work:
             shutil.copytree(tiny.PATH, self.folder / "models" / (size + suffix), dirs_exist_ok=True)
             return True
         layers, hidden, steps, _ = shape
-        words = ["--out", str(self.folder / "models" / (size + suffix)), "--type", "qwen2", "--positions", "512"]
-        words += ["--vocab", "640", "--layers", str(layers), "--hidden", str(hidden), "--steps", str(steps)]
-        words += ["--slip", str(slip), "--device", device, "--heldout", "2000" if device == "cuda" else "50"]
-        return self.qrl(f"make-{size}{suffix}", *words, module="qrl.tiny.make")
+        model = self.folder / "models" / (size + suffix)
+        words = [
+            "--out",
+            str(model),
+            "--type",
+            "qwen2",
+            "--positions",
+            "512",
+            "--vocab",
+            "640",
+            "--layers",
+            str(layers),
+        ]
+        words += ["--hidden", str(hidden), "--slip", str(slip), "--device", device]
+        if not self.qrl(f"make-{size}{suffix}", *words, "--steps", str(steps), module="qrl.tiny.make"):
+            return False
+        scores = json.loads((model / RECORD).read_text())["scores"]
+        (accuracy,) = (score["accuracy"] for score in scores if score["prompt"] == "plain")
+        longer = f"make-{size}-longer"
+        if suffix or ACCURACY[0] <= accuracy <= ACCURACY[1] or (self.folder / "logs" / f"{longer}.done").exists():
+            return True
+        shutil.rmtree(model)
+        return self.qrl(longer, *words, "--steps", str(2 * steps), module="qrl.tiny.make")
 
     def unit(self, size: str, shape: tuple, seed: int, slips: Sequence[str]) -> None:
         """Train and evaluate one size under one seed, and measure its weights."""
@@ -107,6 +122,7 @@ class Work:
         sweeps = [(f"arm-{arm}", arm) for arm in self.arms] if len(self.arms) > 1 else [("sweep", *self.arms)]
         work = [partial(sweep, *words) for words in sweeps]
         work += [partial(self.untrained, size, suffix, seed, recipe) for suffix in slips]
+        work += [partial(self.fp8_rollouts, size, seed, own)] if self.fp8 else []
         with ThreadPoolExecutor(len(work)) as side_by_side:  # they wait for each other's common steps
             for one in [side_by_side.submit(each) for each in work]:
                 one.result()
@@ -118,26 +134,30 @@ class Work:
         out = str(self.folder / "weights" / f"{size}-{seed}")
         words = ["--base", base, "--trained", full, "--quantized", ",".join(quantized), "--out", out]
         self.qrl(f"diagnose-{size}-{seed}", "diagnose", *own, *words, "--diagnose.behaviour", "64")
-        if self.fp8:  # under the same labels, so in a store of its own
-            self.qrl(f"fp8-{size}-{seed}", "study", *own, "--rollout.quantization", "fp8", "--yes", store=self.fp8)
 
     def untrained(self, size: str, suffix: str, seed: int, recipe: Sequence[str]) -> None:
-        """Quantize and evaluate a base, or `pretrained` of a text with fewer errors, on the questions of a seed.
+        """Make the cells of a base, or of `pretrained`, made of text with fewer errors; the sweep finds the base's."""
+        model = str(self.folder / "models" / (size + suffix))
+        own = [*recipe, "--model", model, "--seed", str(seed), *self.more]
+        self.cells("pretrained" if suffix else "base", model, f"{size}-{seed}", own)
 
-        No training precedes their cells, so they are made while the sweep trains, which then finds those of the base.
-        """
-        variant, model = "pretrained" if suffix else "base", str(self.folder / "models" / (size + suffix))
-        words = [*recipe, "--model", model, *self.more]
-        typed = dict(zip((word.removeprefix("--") for word in words[2::2]), words[3::2], strict=True))
-        schemes = ",".join(recipes.load(recipe[1], typed).quantize.schemes)
-        given = ["--scheme", schemes, "--models", f"{variant}={model}"]
-        if not self.qrl(f"quantize-{size}{suffix}", "quantize", *words, *given):
-            return
-        cells = {f"{variant}:full": model} | {
-            f"{variant}:{q}": address for (v, q), address in export.quantized(self.store, model).items() if v == variant
-        }
-        listed = ",".join(f"{cell}={address}" for cell, address in cells.items())
-        self.qrl(f"evaluate-{size}{suffix}-{seed}", "evaluate", *words, "--seed", str(seed), "--cells", listed)
+    def fp8_rollouts(self, size: str, seed: int, own: Sequence[str]) -> None:
+        """Train with FP8 rollouts, and make the cells."""
+        if self.qrl(f"train-fp8-{size}-{seed}", "train", *own, "--rollout.quantization", "fp8"):
+            trained = export.trained(self.store, str(self.folder / "models" / size), seed, "fp8")
+            self.cells("grpo-fp8", trained, f"{size}-{seed}", own)
+
+    def cells(self, variant: str, model: str, unit: str, own: Sequence[str]) -> None:
+        """Quantize a model into the recipe's schemes, and evaluate all of its cells."""
+        (recipe, *typed), (base, seed) = own[1::2], (own[own.index(key) + 1] for key in ("--model", "--seed"))
+        keys = (word.removeprefix("--") for word in own[2::2])
+        schemes = ",".join(recipes.load(recipe, dict(zip(keys, typed, strict=True))).quantize.schemes)
+        words = ["--scheme", schemes, "--models", f"{variant}={model}"]
+        if self.qrl(f"quantize-{variant}-{unit}", "quantize", *own, *words):
+            made = export.quantized(self.store, base, int(seed))
+            listed = {f"{variant}:full": model} | {f"{v}:{q}": each for (v, q), each in made.items() if v == variant}
+            words = ["--cells", ",".join(f"{cell}={each}" for cell, each in listed.items())]
+            self.qrl(f"evaluate-{variant}-{unit}", "evaluate", *own, *words)
 
 
 def main() -> None:
@@ -160,7 +180,11 @@ def main() -> None:
     with ThreadPoolExecutor(len(sizes)) as makers, ThreadPoolExecutor(1 if given.check else given.lanes) as lanes:
 
         def made(size: str) -> bool:
-            return all(work.make(size, SIZES[size], device=device, slip=SLIPS[each], suffix=each) for each in slips)
+            how = {"device": device}
+            with ThreadPoolExecutor(len(slips)) as both:
+                return all(
+                    both.map(lambda each: work.make(size, SIZES[size], slip=SLIPS[each], suffix=each, **how), slips)
+                )
 
         waiting = []
         for size, whole in zip(sizes, makers.map(made, sizes), strict=True):
@@ -169,8 +193,7 @@ def main() -> None:
         failed = [error for one in waiting if (error := one.exception())]
     for error in failed:
         traceback.print_exception(error)
-    stores = {"": work.store} | ({"-fp8": work.fp8} if work.fp8 else {})
-    export.write(stores, work.folder / "weights", work.folder / "export")
+    export.write(work.store, work.folder / "weights", work.folder / "export")
     why.write(work.folder)
 
 
