@@ -96,8 +96,9 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
                 contents.log_dataset(f"{tasks.label(recipe.task)}-{context}", context=context, **about)
         _check_contamination(recipe, base.path, questions, heldout)
         shutil.rmtree(job.out, ignore_errors=True)
-        if (seen := devices.gpus(device)) > 1 == world and recipe.rollout.mode != "server":
-            click.echo(f"      Of {seen} GPUs the first trains; train.parallel = ddp would use all.", err=True)
+        if world == 1 and (seen := devices.gpus(device)) > 1 and recipe.rollout.mode != "server":
+            use = "fsdp2" if recipe.train.trainer == "verl" else "ddp"
+            click.echo(f"      Of {seen} GPUs only the first trains: train.parallel = {use} would use all.", err=True)
         job = dataclasses.replace(job, log=contents.live_log(), warn=_warn)
         with parallel.others(others, recipe.dump()):
             trained = _train(job, teacher)
