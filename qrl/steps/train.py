@@ -96,9 +96,8 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
                 contents.log_dataset(f"{tasks.label(recipe.task)}-{context}", context=context, **about)
         _check_contamination(recipe, base.path, questions, heldout)
         shutil.rmtree(job.out, ignore_errors=True)
-        if world == 1 and (seen := devices.gpus(device)) > 1 and recipe.rollout.mode != "server":
-            use = "fsdp2" if recipe.train.trainer == "verl" else "ddp"
-            click.echo(f"      Of {seen} GPUs only the first trains: train.parallel = {use} would use all.", err=True)
+        if world == 1:
+            _say_unused(recipe, devices.gpus(device))
         job = dataclasses.replace(job, log=contents.live_log(), warn=_warn)
         with parallel.others(others, recipe.dump()):
             trained = _train(job, teacher)
@@ -106,6 +105,13 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
             click.echo(f"Resumed from the checkpoint of step {trained.resumed_from}.", err=True)
         _log_training(trained, work)
         _record(recipe, trained.path, base.digest, [names.HISTORY, names.FIGURES], adapter=trained.adapter)
+
+
+def _say_unused(recipe: Recipe, gpus: int) -> None:
+    """Say that one GPU of several trains, unless a server is perhaps on the others."""
+    if gpus > 1 and "server" not in (recipe.rollout.mode, recipe.train.teacher_placement):
+        use = "fsdp2" if recipe.train.trainer == "verl" else "ddp"
+        click.echo(f"      Of {gpus} GPUs only the first trains: train.parallel = {use} would use all.", err=True)
 
 
 def _train(job: Job, teacher: checkpoint.Checkpoint | None) -> Trained:

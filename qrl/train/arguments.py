@@ -63,8 +63,8 @@ def make(job: Job, **more):
     from trl import GRPOConfig
 
     settings, more = job.settings, rollout.arguments(job.rollout) | more
-    if process.sharded() and settings.beta and not settings.adapter:
-        # Else TRL spreads the reference over the GPUs before FSDP does.
+    if settings.beta and not settings.adapter:
+        # Else TRL spreads the reference over all GPUs.
         more["model_init_kwargs"] = {"device_map": None}
     return on_one_gpu(
         GRPOConfig(
@@ -80,7 +80,7 @@ def make(job: Job, **more):
 
 
 def on_one_gpu(config):
-    """Return a trainer's configuration for one GPU: transformers would divide a process's batch over all it can see."""
+    """Return a trainer's configuration for one GPU: a process would use all that it sees, which TRL refuses."""
     config._n_gpu = min(config.n_gpu, 1)
     return config
 

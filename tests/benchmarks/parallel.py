@@ -42,6 +42,7 @@ import export
 import rollouts
 
 from qrl import names, tiny
+from qrl.engine import vllm_support
 
 DDP, FSDP2 = ("--train.parallel", "ddp"), ("--train.parallel", "fsdp2")
 QAT = ("--train.qat", "nvfp4-a4")
@@ -68,11 +69,12 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it i
 ALONE = {"one", "qat", "distil", "tensor"}  # that see the first GPU only
 SERVERS = {"server": ({"CUDA_VISIBLE_DEVICES": "1"}, ()), "tensor": ({}, ("--tensor-parallel-size", "2"))}
 SAME = ("reward", "completion_tokens", "loss", "grad_norm")  # by which two runs of a seed are compared
-CACHE_GIB = 12  # of keys and values: an engine whose share of the memory is fixed measures nothing that others change
+CACHE_GIB = 12  # of keys and values; with a fixed size an engine does not measure free memory, which other jobs change
 USUAL = "--train.method full --train.dtype bf16 --train.gradient_checkpointing true --train.learning_rate 1e-6 "
 USUAL += "--train.prompts_per_step 64 --train.generations 8 --train.micro_batch 64 --train.max_completion_tokens 256 "
-USUAL += f"--train.questions 256 --rollout.engine vllm --rollout.kv_cache_gib {CACHE_GIB} "
-USUAL += "--rollout.max_model_tokens 1024 --rollout.sleep off --rollout.compile false"
+USUAL += "--train.questions 256 --rollout.engine vllm "
+COLOCATED = f"--rollout.kv_cache_gib {CACHE_GIB} --rollout.max_model_tokens 1024 --rollout.sleep off "
+COLOCATED += "--rollout.compile false"
 CHECK = "--device cpu --train.method full --train.prompts_per_step 2 --train.generations 4 --train.micro_batch 4 "
 CHECK += "--train.questions 16 --train.max_completion_tokens 40"
 READY_S = 240
@@ -90,7 +92,7 @@ def measure(name: str, work: Path, steps: int, *, check: bool) -> dict:
         "arithmetic",
         "--train.max_ngram_share",
         "1",
-        *(CHECK if check else USUAL).split(),
+        *(CHECK if check else USUAL if name in SERVERS else USUAL + COLOCATED).split(),
         "--train.steps",
         str(steps),
         *own,
@@ -119,8 +121,9 @@ def served(name: str, model: str, work: Path, *, check: bool) -> Iterator[None]:
         return
     where, more = SERVERS[name]
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16"]
-    words += ["--port", URL.rpartition(":")[2], "--gpu-memory-utilization", "0.05", "--max-model-len", "1024"]
-    words += ["--kv-cache-memory-bytes", str(CACHE_GIB * 2**30)]
+    words += ["--port", URL.rpartition(":")[2], "--max-model-len", "1024"]
+    sizes = vllm_support.shares(0, CACHE_GIB)
+    words += [word for key, value in sizes.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     words += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}', *more]
     with open(work / "logs" / f"{name}-server.log", "w") as log:
         variables = os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | where

@@ -1,6 +1,7 @@
 """The tables of `tests/benchmarks/answer` from a sweep that is drawn with known losses."""
 
 import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "answer"))
 
 import report
+import run
 import why
 
 SIZES, SEEDS, N = ("m3", "m25"), (0, 1, 2), 400
@@ -83,6 +85,44 @@ def test_a_weights_size_explains_what_bf16_hides():
     mask[:, :2] = True
     found = why._among_principal(before < 1, mask, before)
     assert found["principal"] == pytest.approx(0.5 / (7 / 8)) and found["principal_by_size"] == pytest.approx(1)
+
+
+def test_a_training_with_fp8_rollouts_has_a_name_of_its_own(tmp_path):
+    from mlflow import MlflowClient
+
+    client, of = MlflowClient(store := f"sqlite:///{tmp_path}/store.db"), {"model": "models/m3", "seed": "2"}
+    parent = client.create_run("0")
+    for name, value in of.items():
+        client.log_param(parent.info.run_id, name, value)
+    for quantization, own in (("none", {}), ("fp8", of)):
+        beneath = {} if own else {"mlflow.parentRunId": parent.info.run_id}
+        made = client.create_run("0", tags={"qrl.step": "train", "qrl.variant": "grpo"} | beneath).info.run_id
+        for name, value in (own | {"rollout.quantization": quantization}).items():
+            client.log_param(made, name, value)
+        client.log_metric(made, "train/moved_share", 0.5)
+        client.set_terminated(made)
+    rows = why.masters(store)
+    assert {(row["variant"], row["size"], row["seed"]) for row in rows} == {("grpo", "m3", 2), ("grpo-fp8", "m3", 2)}
+
+
+def test_a_base_of_another_accuracy_is_made_once_more_even_if_that_was_interrupted(tmp_path, monkeypatch):
+    work, made = run.Work(tmp_path, (), ("sft",), fp8=False), []
+
+    def qrl(name: str, *words: str, module: str) -> bool:
+        done, model = tmp_path / "logs" / f"{name}.done", tmp_path / "models" / "m3"
+        if not done.exists():
+            made.append((name, words[words.index("--steps") + 1]))
+            if made.count(made[-1]) == 1 and "longer" in name:
+                return False  # interrupted
+            model.mkdir(parents=True)
+            (model / run.RECORD).write_text(json.dumps({"scores": [{"prompt": "plain", "accuracy": 0.5}]}))
+            done.touch()
+        return True
+
+    monkeypatch.setattr(work, "qrl", qrl)
+    tried = [work.make("m3", run.SIZES["m3"], device="cpu", slip=0.7, suffix="") for _ in range(3)]
+    assert tried == [False, True, True]
+    assert made == [("make-m3", "1000"), ("make-m3-longer", "2000"), ("make-m3-longer", "2000")]
 
 
 def test_a_measure_that_orders_the_losses_has_a_correlation_of_one(frame):

@@ -4,8 +4,8 @@
     python tests/benchmarks/answer/run.py WORK --check                                # qrl-tiny and two seeds on a CPU
 
 Each size and seed is one lane's work: commands of qrl, whose output goes to WORK/logs. A lane's arms are trained side
-by side, each by a sweep of its own, and beside them the bases are quantized and evaluated, and GRPO with FP8 rollouts;
-the whole sweep then finds what is its own. A second call does what is left.
+by side, each by a sweep of its own. Meanwhile the bases are quantized and evaluated, and GRPO is trained with FP8
+rollouts. The whole sweep then reuses these results. A second call does what is left.
 """
 
 import argparse
@@ -54,6 +54,9 @@ class Work:
     def __init__(self, folder: Path, more: Sequence[str], arms: Sequence[str], *, fp8: bool) -> None:
         self.folder, self.more, self.arms = folder.resolve(), list(more), arms
         self.store, self.fp8 = f"sqlite:///{self.folder}/store.db", fp8
+        self.recipe = "tiny" if more else str(Path(__file__).with_name("sweep.yaml"))
+        typed = dict(zip((word.removeprefix("--") for word in more[::2]), more[1::2], strict=True))
+        self.schemes = ",".join(recipes.load(self.recipe, typed).quantize.schemes)
         self.lock = threading.Lock()
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
 
@@ -85,79 +88,65 @@ class Work:
             return True
         layers, hidden, steps, _ = shape
         model = self.folder / "models" / (size + suffix)
-        words = [
-            "--out",
-            str(model),
-            "--type",
-            "qwen2",
-            "--positions",
-            "512",
-            "--vocab",
-            "640",
-            "--layers",
-            str(layers),
-        ]
-        words += ["--hidden", str(hidden), "--slip", str(slip), "--device", device]
+        words = ["--out", str(model), "--type", "qwen2", "--positions", "512", "--vocab", "640", "--device", device]
+        words += ["--layers", str(layers), "--hidden", str(hidden), "--slip", str(slip)]
         if not self.qrl(f"make-{size}{suffix}", *words, "--steps", str(steps), module="qrl.tiny.make"):
             return False
-        scores = json.loads((model / RECORD).read_text())["scores"]
-        (accuracy,) = (score["accuracy"] for score in scores if score["prompt"] == "plain")
-        longer = f"make-{size}-longer"
-        if suffix or ACCURACY[0] <= accuracy <= ACCURACY[1] or (self.folder / "logs" / f"{longer}.done").exists():
-            return True
-        shutil.rmtree(model)
+        longer, record = f"make-{size}-longer", model / RECORD
+        if record.is_file():  # else the second making was interrupted
+            scores = json.loads(record.read_text())["scores"]
+            (accuracy,) = (score["accuracy"] for score in scores if score["prompt"] == "plain")
+            if suffix or ACCURACY[0] <= accuracy <= ACCURACY[1] or (self.folder / "logs" / f"{longer}.done").exists():
+                return True
+            shutil.rmtree(model)
         return self.qrl(longer, *words, "--steps", str(2 * steps), module="qrl.tiny.make")
 
     def unit(self, size: str, shape: tuple, seed: int, slips: Sequence[str]) -> None:
         """Train and evaluate one size under one seed, and measure its weights."""
-        named = "tiny" if self.more else str(Path(__file__).with_name("sweep.yaml"))
-        recipe = ["--recipe", named, "--train.learning_rate", str(shape[3])]
+        recipe = ["--recipe", self.recipe, "--train.learning_rate", str(shape[3]), *self.more]
         base = str(self.folder / "models" / size)
-        own = [*recipe, "--model", base, "--seed", str(seed), *self.more]
 
         def sweep(name: str, *chosen: str) -> bool:
             words = ["--models", base, "--seeds", str(seed), "--arms", ",".join(chosen), "--yes"]
-            return self.qrl(f"{name}-{size}-{seed}", "sweep", *recipe, *self.more, *words)
+            return self.qrl(f"{name}-{size}-{seed}", "sweep", *recipe, *words)
 
-        sweeps = [(f"arm-{arm}", arm) for arm in self.arms] if len(self.arms) > 1 else [("sweep", *self.arms)]
-        work = [partial(sweep, *words) for words in sweeps]
+        alone = len(self.arms) == 1
+        work = [partial(sweep, "sweep" if alone else f"arm-{arm}", arm) for arm in self.arms]
         work += [partial(self.untrained, size, suffix, seed, recipe) for suffix in slips]
-        work += [partial(self.fp8_rollouts, size, seed, own)] if self.fp8 else []
-        with ThreadPoolExecutor(len(work)) as side_by_side:  # they wait for each other's common steps
-            for one in [side_by_side.submit(each) for each in work]:
-                one.result()
-        if not sweep("sweep", *self.arms):
-            return
-        models = export.models(self.store, base, seed)
-        full = models[("grpo", "full")]
-        quantized = [f"{v}:{q}={a}" for (v, q), a in models.items() if v in ("base", "grpo") and q != "full"]
-        out = str(self.folder / "weights" / f"{size}-{seed}")
-        words = ["--base", base, "--trained", full, "--quantized", ",".join(quantized), "--out", out]
-        self.qrl(f"diagnose-{size}-{seed}", "diagnose", *own, *words, "--diagnose.behaviour", "64")
+        work += [partial(self.fp8_rollouts, size, seed, recipe)] if self.fp8 else []
+        with ThreadPoolExecutor(len(work)) as side_by_side:
+            jobs = [side_by_side.submit(each) for each in work]
+        if jobs[0].result() if alone else sweep("sweep", *self.arms):
+            models = export.models(self.store, base, seed)
+            full = models[("grpo", "full")]
+            quantized = [f"{v}:{q}={a}" for (v, q), a in models.items() if v in ("base", "grpo") and q != "full"]
+            words = ["--model", base, "--seed", str(seed), "--base", base, "--trained", full]
+            words += ["--quantized", ",".join(quantized), "--out", str(self.folder / "weights" / f"{size}-{seed}")]
+            self.qrl(f"diagnose-{size}-{seed}", "diagnose", *recipe, *words, "--diagnose.behaviour", "64")
+        for job in jobs:
+            job.result()  # raises what a job has raised
 
     def untrained(self, size: str, suffix: str, seed: int, recipe: Sequence[str]) -> None:
-        """Make the cells of a base, or of `pretrained`, made of text with fewer errors; the sweep finds the base's."""
+        """Make the cells of a base, or of `pretrained`, made of text with fewer errors; a later sweep finds them."""
         model = str(self.folder / "models" / (size + suffix))
-        own = [*recipe, "--model", model, "--seed", str(seed), *self.more]
-        self.cells("pretrained" if suffix else "base", model, f"{size}-{seed}", own)
+        self.cells("pretrained" if suffix else "base", model, model, seed, recipe)
 
-    def fp8_rollouts(self, size: str, seed: int, own: Sequence[str]) -> None:
+    def fp8_rollouts(self, size: str, seed: int, recipe: Sequence[str]) -> None:
         """Train with FP8 rollouts, and make the cells."""
-        if self.qrl(f"train-fp8-{size}-{seed}", "train", *own, "--rollout.quantization", "fp8"):
-            trained = export.trained(self.store, str(self.folder / "models" / size), seed, "fp8")
-            self.cells("grpo-fp8", trained, f"{size}-{seed}", own)
+        base = str(self.folder / "models" / size)
+        words = ["--model", base, "--seed", str(seed), "--rollout.quantization", "fp8"]
+        if self.qrl(f"train-fp8-{size}-{seed}", "train", *recipe, *words):
+            self.cells("grpo-fp8", export.trained(self.store, base, seed, "fp8"), base, seed, recipe)
 
-    def cells(self, variant: str, model: str, unit: str, own: Sequence[str]) -> None:
-        """Quantize a model into the recipe's schemes, and evaluate all of its cells."""
-        (recipe, *typed), (base, seed) = own[1::2], (own[own.index(key) + 1] for key in ("--model", "--seed"))
-        keys = (word.removeprefix("--") for word in own[2::2])
-        schemes = ",".join(recipes.load(recipe, dict(zip(keys, typed, strict=True))).quantize.schemes)
-        words = ["--scheme", schemes, "--models", f"{variant}={model}"]
-        if self.qrl(f"quantize-{variant}-{unit}", "quantize", *own, *words):
-            made = export.quantized(self.store, base, int(seed))
+    def cells(self, variant: str, model: str, base: str, seed: int, recipe: Sequence[str]) -> None:
+        """Quantize a model, made from a base, into the recipe's schemes, and evaluate all of its cells."""
+        unit, own = f"{variant}-{Path(base).name}-{seed}", [*recipe, "--model", base, "--seed", str(seed)]
+        words = ["--scheme", self.schemes, "--models", f"{variant}={model}"]
+        if self.qrl(f"quantize-{unit}", "quantize", *own, *words):
+            made = export.quantized(self.store, base, seed)
             listed = {f"{variant}:full": model} | {f"{v}:{q}": each for (v, q), each in made.items() if v == variant}
             words = ["--cells", ",".join(f"{cell}={each}" for cell, each in listed.items())]
-            self.qrl(f"evaluate-{variant}-{unit}", "evaluate", *own, *words)
+            self.qrl(f"evaluate-{unit}", "evaluate", *own, *words)
 
 
 def main() -> None:
@@ -180,11 +169,12 @@ def main() -> None:
     with ThreadPoolExecutor(len(sizes)) as makers, ThreadPoolExecutor(1 if given.check else given.lanes) as lanes:
 
         def made(size: str) -> bool:
-            how = {"device": device}
             with ThreadPoolExecutor(len(slips)) as both:
-                return all(
-                    both.map(lambda each: work.make(size, SIZES[size], slip=SLIPS[each], suffix=each, **how), slips)
-                )
+                jobs = [
+                    both.submit(work.make, size, SIZES[size], device=device, slip=SLIPS[each], suffix=each)
+                    for each in slips
+                ]
+            return all(job.result() for job in jobs)
 
         waiting = []
         for size, whole in zip(sizes, makers.map(made, sizes), strict=True):

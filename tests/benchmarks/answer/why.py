@@ -124,10 +124,12 @@ def masters(store: str) -> list[dict]:
     client, rows = MlflowClient(store), []
     query = f"{export.FINISHED} and tags.`{names.TAG_STEP}` = 'train' and metrics.`train/moved_share` >= 0"
     for run in client.search_runs(["0"], query, max_results=1000):
-        parent = client.get_run(run.data.tags["mlflow.parentRunId"]).data.params
-        row = {"size": Path(parent["model"]).name, "variant": run.data.tags[names.TAG_VARIANT], "numel": 1}
+        parent = run.data.tags.get("mlflow.parentRunId")  # none above a training that no sweep began
+        of = (client.get_run(parent) if parent else run).data.params
+        fp8 = "-fp8" if run.data.params["rollout.quantization"] == "fp8" else ""
+        row = {"size": Path(of["model"]).name, "variant": run.data.tags[names.TAG_VARIANT] + fp8, "numel": 1}
         share = run.data.metrics["train/moved_share"]
-        rows.append(row | {"seed": int(parent["seed"]), "tensor": "all", "moved_fp32": share})
+        rows.append(row | {"seed": int(of["seed"]), "tensor": "all", "moved_fp32": share})
     return rows
 
 
