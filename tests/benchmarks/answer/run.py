@@ -5,7 +5,7 @@
 
 Each size and seed is one lane's work: commands of qrl, whose output goes to WORK/logs. A lane's arms are trained side
 by side, each by a sweep of its own. Meanwhile the bases are quantized and evaluated, and GRPO is trained with FP8
-rollouts. The whole sweep then reuses these results. A second call does what is left.
+rollouts. A sweep reuses what is ready when it needs it. A second call does what is left.
 """
 
 import argparse
@@ -127,7 +127,7 @@ class Work:
             job.result()  # raises what a job has raised
 
     def untrained(self, size: str, suffix: str, seed: int, recipe: Sequence[str]) -> None:
-        """Make the cells of a base, or of `pretrained`, made of text with fewer errors; a later sweep finds them."""
+        """Make the cells of a base, or of `pretrained`, made of text with fewer errors."""
         model = str(self.folder / "models" / (size + suffix))
         self.cells("pretrained" if suffix else "base", model, model, seed, recipe)
 
