@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
-_CODES_PER_BYTE, _SLACK = 2, 1 << 20
+_CODES_PER_BYTE, _SLACK = 4, 1 << 20  # of two bits; what a small file may miss
 # What model classes raise over a config that they cannot build.
 _UNFIT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
 

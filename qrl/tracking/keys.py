@@ -53,6 +53,7 @@ def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
         texts = process.file_digest(texts)
     sections = ("evaluate",) if texts == choices.ROLLOUTS else ()  # which says how the policy answers
     inputs = {"model": model, **{key: str(value) for key, value in settings.covered().items()}, "texts": str(texts)}
+    recipe = recipe.model_copy(update={"seed": settings.seed})  # the recipe's own has no other part in it
     return _key("quantize", recipe, sections, inputs, device, ENVIRONMENTS.get(scheme, CORE))
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from qrl import quantize as quantization
+from qrl import tiny
 from qrl.engine import hf, pretrained
 from qrl.errors import BadInput
 
@@ -66,6 +69,19 @@ def test_gptq_may_store_zeros_as_biases_and_nothing_else(spoilt):
     save_file(weights | {name: torch.ones(4)}, spoilt / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadInput, match=f"holds {name}, which"):
         pretrained.check_fit(spoilt)
+
+
+@pytest.mark.parametrize("scheme", ["rtn-int2", "rtn-int4"])
+def test_codes_of_few_bits_hold_as_many_weights_as_they_do(tmp_path, scheme):
+    """4 M parameters in two bits take a third of a byte each: a bound of two a byte refused them."""
+    sizes = {"hidden_size": 256, "intermediate_size": 2816, "num_hidden_layers": 2, "vocab_size": 320}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes, **heads, tie_word_embeddings=True))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny.PATH / file, tmp_path / "base")
+    quantization.run(scheme, tmp_path / "base", tmp_path / "codes")
+    pretrained.check_fit(tmp_path / "codes")
 
 
 @pytest.mark.parametrize("changes", [{"intermediate_size": 2**23}, {"head_dim": 2**16}])

@@ -154,6 +154,15 @@ def test_a_format_of_a_file_counts_by_its_content(tmp_path):
     assert keys.quantized(other, "nf4", "m", "cpu") == keys.quantized(recipe.load("tiny"), "nf4", "m", "cpu")
 
 
+def test_a_seed_counts_in_quantization_where_calibration_has_none_of_its_own():
+    def key(**typed):
+        given = {name.replace("__", "."): value for name, value in typed.items()}
+        return keys.quantized(recipe.load("tiny", given), "gptq", "m", "cpu")
+
+    assert key(seed="1") != key(seed="2")
+    assert key(seed="1", quantize__calibration_seed="5") == key(seed="2", quantize__calibration_seed="5") == key(seed="5")
+
+
 def test_a_scheme_is_stored_alike_whichever_other_schemes_a_study_has():
     one, both = (recipe.load("tiny", {"quantize.schemes": schemes}) for schemes in ("nf4", "nf4,awq"))
     assert keys.quantized(one, "nf4", "digest", "cpu") == keys.quantized(both, "nf4", "digest", "cpu")
