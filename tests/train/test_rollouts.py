@@ -431,11 +431,35 @@ def test_a_server_that_does_not_round_as_training_does_is_refused():
             checks.check_server_storage(theirs, VLLM, qat)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "workers", "ours", "refused"),
+    [
+        (None, 2, None, True),
+        (None, 1, None, True),
+        ("0,1", 2, "1", True),
+        ("1", 1, "1", True),
+        ("GPU-a", 1, "GPU-a", True),
+        ("1", 1, None, False),
+        ("0,1", 1, "1", False),  # it sees two and uses the first
+        ("0,1", 2, "2", False),
+        (None, 2, "2,3", False),
+    ],
+)
+def test_a_server_on_trainings_gpu_is_refused_before_nccl_waits(theirs, workers, ours, refused):
+    with (
+        pytest.raises(BadInput, match=f"no two processes on one GPU: .* together they need {workers + 1} GPUs")
+        if refused
+        else contextlib.nullcontext()
+    ):
+        checks.check_apart(theirs, workers, ours)
+
+
 SERVERS = {  # what a server answers, and what is wrong with it
     "the same": ("0.31.0", "fp8", ""),
     "another build": ("0.31.0+cpu", "fp8", ""),
     "another vLLM": ("0.25.1", "fp8", r"runs vLLM 0\.25\.1, but this environment has 0\.31\.0"),
     "no version": (None, "fp8", "runs vLLM None"),
+    "training's GPU": ("0.31.0", "fp8", "computes on GPU 3, 4 of this machine, .* would send weights from GPU 3"),
     "no plugin": ("0.31.0", "none", r"rounds no activations, but train\.qat = fp8 does"),
     "no development endpoints": ("0.31.0", None, "No rollout server answers at .*Not Found"),
 }
@@ -446,7 +470,10 @@ def test_a_server_that_computes_otherwise_is_refused_before_any_weight_is_loaded
     version, format_of_server, sentence = SERVERS[name]
     answers = {"/version": {"version": version}}
     if format_of_server:
-        answers["/server_info?config_format=json"] = {"vllm_config": server_info(format_of_server)}
+        config = server_info(format_of_server) | {"parallel_config": {"world_size": 2}}
+        seen = f"CUDA_VISIBLE_DEVICES={'3,4,5' if 'GPU' in name else '0,1'}\n"
+        environment = {"env_vars": f"NCCL_DEBUG=WARN\n{seen}"}
+        answers["/server_info?config_format=json"] = {"vllm_config": config, "system_env": environment}
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -458,6 +485,7 @@ def test_a_server_that_computes_otherwise_is_refused_before_any_weight_is_loaded
             pass
 
     monkeypatch.setattr(checks, "_vllm_version", lambda: "0.31.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         settings = Rollout(engine="vllm", mode="server", server=f"http://127.0.0.1:{server.server_port}")

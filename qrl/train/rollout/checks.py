@@ -4,7 +4,9 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
+import os
 import urllib.error
+import urllib.parse
 import urllib.request
 
 import torch
@@ -17,6 +19,7 @@ from qrl.train import policy
 from qrl.train.rollout import codes, slot, vllm_engine
 
 VLLM = "vllm"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _REMEDY = "set rollout.engine = transformers"
 DEFAULT = Rollout()
 SERVER = ("server", "server_timeout_s", "server_group_port")  # settings of mode server
@@ -39,7 +42,8 @@ def check(settings: Rollout, device: str, train: Train) -> None:
     Raises:
         BadInput: a setting has no effect; vLLM would sample without a GPU, or for a format that has been rounded
             already; no slot of the engine can hold the adapter; a truncated distribution's gap cannot be corrected;
-            FSDP shards its weights; the GPU lacks FP8; or the server does not answer, or is not of this version.
+            FSDP shards its weights; the GPU lacks FP8; or the server does not answer, is not of this version, or shares
+            training's GPU.
     """
     check_heeded(settings)
     if settings.engine != VLLM:
@@ -150,7 +154,7 @@ def check_server(settings: Rollout, qat: str = "none") -> None:
     """Check that a rollout server runs the vLLM that is installed here, and computes as the recipe says.
 
     Raises:
-        BadInput: it does not answer, or as for `check_server_storage`.
+        BadInput: it does not answer, or as for `check_server_storage` and, on this machine, `check_apart`.
     """
     address = settings.server.rstrip("/")
     try:
@@ -161,12 +165,38 @@ def check_server(settings: Rollout, qat: str = "none") -> None:
             versions = f"runs vLLM {theirs}, but this environment has {ours}"
             raise BadInput(f"The rollout server at {address} {versions}: start it from the environment of training.")
         with urllib.request.urlopen(f"{address}/server_info?config_format=json", timeout=60) as answer:
-            info = json.load(answer)["vllm_config"]
+            about = json.load(answer)
+            info = about["vllm_config"]
     except (urllib.error.URLError, OSError, ValueError, AttributeError, KeyError) as error:
         remedy = "start one as qrl/train/rollout/README.md describes, or set rollout.mode = colocate"
         where = f"rollout.server = {address} ({getattr(error, 'reason', error)})"
         raise BadInput(f"No rollout server answers at {where}: {remedy}.") from None
     check_server_storage(info, settings, qat)
+    variables = (about.get("system_env") or {}).get("env_vars")
+    if variables is not None and urllib.parse.urlsplit(address).hostname in ("127.0.0.1", "localhost", "::1"):
+        theirs = dict(line.partition("=")[::2] for line in str(variables).splitlines()).get(_VISIBLE)
+        check_apart(theirs, info["parallel_config"]["world_size"], os.environ.get(_VISIBLE))
+
+
+def check_apart(theirs: str | None, workers: int, ours: str | None) -> None:
+    """Check that a server on this machine computes on other GPUs than the process that sends the weights.
+
+    NCCL refuses two members of a group on one GPU, and a server of several workers would wait for the others until
+    `rollout.server_timeout_s`.
+
+    Args:
+        theirs, ours: CUDA_VISIBLE_DEVICES of the server and of training; None if it is not set, which means 0, 1, ….
+        workers: GPUs that the server uses, the first ones of those it sees.
+
+    Raises:
+        BadInput: the first GPU of training is one of the server's.
+    """
+    used = theirs.split(",")[:workers] if theirs else [str(number) for number in range(workers)]
+    first = ours.partition(",")[0] if ours else "0"
+    if first in used:
+        on = f"computes on GPU {', '.join(used)} of this machine, and training would send weights from GPU {first}"
+        other = f"start one of them with another {_VISIBLE}; together they need {workers + 1} GPUs"
+        raise BadInput(f"The rollout server {on}, but NCCL joins no two processes on one GPU: {other}.")
 
 
 def _vllm_version() -> str | None:
