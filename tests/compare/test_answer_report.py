@@ -68,6 +68,30 @@ def test_what_moved_is_averaged_over_matrices_by_their_weights(frame):
 MX = ("mx_error", "mx_scale", "mx_dead", "mx_grid")
 
 
+@pytest.mark.parametrize("shape", [(40, 60), (60, 40)])
+def test_the_leading_directions_are_those_of_an_svd(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    u, s, v = torch.linalg.svd(matrix)
+    vectors, values = why.leading(matrix)
+    assert torch.allclose(values, s, atol=1e-5) and vectors.shape == (shape[0], 4)
+    assert torch.allclose((vectors.T @ u[:, :4]).abs(), torch.eye(4), atol=1e-4)
+    mask, *_ = why.principal(matrix)
+    sizes = ((u[:, :4] * s[:4]) @ v[:4]).abs()
+    assert mask.sum() == 240 and sizes[mask].min() >= sizes[~mask].max() - 1e-5
+
+
+def test_a_base_is_quantized_once_for_all_seeds(tmp_path, monkeypatch):
+    work, asked = run.Work(tmp_path, (), ("sft",), fp8=False), []
+    monkeypatch.setattr(work, "qrl", lambda name, *words, **_: asked.append(name))
+    for seed in (0, 1):
+        work.untrained("m3", "", seed, [])
+        work.untrained("m3", "-pretrained", seed, [])
+        work.cells("grpo-fp8", "models:/m-1", str(tmp_path / "models" / "m3"), seed, [])
+    assert set(asked) == {
+        *("quantize-base-m3", "quantize-pretrained-m3-pretrained", "quantize-grpo-fp8-m3-0", "quantize-grpo-fp8-m3-1")
+    }
+
+
 def test_the_parts_of_mxfp4s_error():
     block = torch.tensor([[6.0, 4, 3, 2, 1.5, 1, 0.5, 0] * 4])
     assert why.mxfp4(block) == dict.fromkeys(MX, 0)  # all on the grid, and 6 · 2⁰ needs no rounded scale

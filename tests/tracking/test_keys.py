@@ -160,7 +160,9 @@ def test_a_seed_counts_in_quantization_where_calibration_has_none_of_its_own():
         return keys.quantized(recipe.load("tiny", given), "gptq", "m", "cpu")
 
     assert key(seed="1") != key(seed="2")
-    assert key(seed="1", quantize__calibration_seed="5") == key(seed="2", quantize__calibration_seed="5") == key(seed="5")
+    assert (
+        key(seed="1", quantize__calibration_seed="5") == key(seed="2", quantize__calibration_seed="5") == key(seed="5")
+    )
 
 
 def test_a_scheme_is_stored_alike_whichever_other_schemes_a_study_has():

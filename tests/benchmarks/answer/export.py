@@ -57,15 +57,15 @@ def address(store: str, run) -> str:
     return reuse.outputs(run).models["model"]
 
 
-def quantized(store: str, base: str, seed: int) -> dict[tuple[str, str], str]:
-    """Return the addresses of a model's quantized forms under a seed, by variant and scheme."""
+def quantized(store: str, base: str, seed: int | None) -> dict[tuple[str, str], str]:
+    """Return the addresses of a model's quantized forms under a seed, or under any, by variant and scheme."""
     from mlflow import MlflowClient
 
     client, found = MlflowClient(store), {}
     query = f"{FINISHED} and tags.`{names.TAG_STEP}` = 'quantize' and tags.`{names.TAG_VARIANT}` != ''"
     for run in client.search_runs(["0"], query, max_results=5000):
         parent = client.get_run(run.data.tags["mlflow.parentRunId"]).data.params
-        if (parent["model"], int(parent["seed"])) == (base, seed):
+        if parent["model"] == base and seed in (None, int(parent["seed"])):
             found[run.data.tags[names.TAG_VARIANT], run.data.tags[names.TAG_SCHEME]] = address(store, run)
     return found
 
