@@ -15,7 +15,7 @@ double      the same with twice the questions: as much work for a GPU as with on
 again       `ddp` once more under the same seed: which measures of each step are the same?
 fsdp2       weights, gradients and optimizer states are divided
 server      two processes, and an engine behind a server on the second GPU
-tensor      one process, and a server whose engine is divided over both GPUs
+tensor      one process, and a server whose engine is divided over two further GPUs: only if named, for it needs three
 qat, qat-ddp            quantization-aware training of nvfp4-a4
 distil, distil-ddp      a distillation with a teacher of the same shape
 qat-fsdp2, distil-fsdp2     the same as `fsdp2`
@@ -67,7 +67,10 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it i
     "8b-qat-fsdp2": ("8b-fsdp2", (*FSDP2, *QAT, *SMALL)),
 }
 ALONE = {"one", "qat", "distil", "tensor"}  # that see the first GPU only
-SERVERS = {"server": ({"CUDA_VISIBLE_DEVICES": "1"}, ()), "tensor": ({}, ("--tensor-parallel-size", "2"))}
+SERVERS = {
+    "server": ({"CUDA_VISIBLE_DEVICES": "1"}, ()),
+    "tensor": ({"CUDA_VISIBLE_DEVICES": "1,2"}, ("--tensor-parallel-size", "2")),
+}
 SAME = ("reward", "completion_tokens", "loss", "grad_norm")  # by which two runs of a seed are compared
 CACHE_GIB = 12  # of keys and values; with a fixed size an engine does not measure free memory, which other jobs change
 USUAL = "--train.method full --train.dtype bf16 --train.gradient_checkpointing true --train.learning_rate 1e-6 "
@@ -150,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the cases, write WORK/parallel.json, and return 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("work", type=Path, help="folder for stores, logs and figures")
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=",".join(case for case in CASES if case != "tensor"))
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps; the first one warms up")
     parser.add_argument("--check", action="store_true", help="the built-in model on a CPU, without an engine")
     given = parser.parse_args(arguments)
