@@ -51,10 +51,12 @@ CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
 class Work:
     """Commands below one folder, with one store."""
 
-    def __init__(self, folder: Path, more: Sequence[str], arms: Sequence[str], *, fp8: bool) -> None:
-        self.folder, self.more, self.arms = folder.resolve(), list(more), arms
+    def __init__(
+        self, folder: Path, more: Sequence[str], arms: Sequence[str], *, fp8: bool, check: bool = False
+    ) -> None:
+        self.folder, self.more, self.arms, self.check = folder.resolve(), list(more), arms, check
         self.store, self.fp8 = f"sqlite:///{self.folder}/store.db", fp8
-        self.recipe = "tiny" if more else str(Path(__file__).with_name("sweep.yaml"))
+        self.recipe = "tiny" if check else str(Path(__file__).with_name("sweep.yaml"))
         typed = dict(zip((word.removeprefix("--") for word in more[::2]), more[1::2], strict=True))
         self.schemes = ",".join(recipes.load(self.recipe, typed).quantize.schemes)
         self.lock, self.storing = threading.Lock(), {}  # the second: a lock by model
@@ -83,7 +85,7 @@ class Work:
 
     def make(self, size: str, shape: tuple, *, device: str, slip: float, suffix: str) -> bool:
         """Make a model of one size; its texts have errors in a share `slip` of one kind of step."""
-        if self.more:
+        if self.check:
             shutil.copytree(tiny.PATH, self.folder / "models" / (size + suffix), dirs_exist_ok=True)
             return True
         layers, hidden, steps, _ = shape
@@ -164,13 +166,16 @@ def main() -> None:
     parser.add_argument("--seeds", default="0,1,2,3")
     parser.add_argument("--lanes", type=int, default=4, help="sizes and seeds at once on one GPU")
     parser.add_argument("--arms", default=",".join(ARMS), help="of the sweep, beside GRPO in full precision")
+    parser.add_argument("--schemes", help="of base, grpo and sft, instead of sweep.yaml's")
     parser.add_argument("--without-control", action="store_true", help="leave `pretrained` out")
     parser.add_argument("--without-fp8", action="store_true", help="leave the trainings with FP8 rollouts out")
     parser.add_argument("--check", action="store_true", help="a copy of qrl-tiny as m3, and two seeds, on a CPU")
     given = parser.parse_args()
     seeds = [0, 1] if given.check else [int(seed) for seed in given.seeds.split(",")]
     arms = ARMS[:1] if given.check else given.arms.split(",")
-    work = Work(given.work, CHECK.split() if given.check else (), arms, fp8=not given.check and not given.without_fp8)
+    more = CHECK.split() if given.check else ["--quantize.schemes", given.schemes] if given.schemes else []
+    fp8 = not given.check and not given.without_fp8
+    work = Work(given.work, more, arms, fp8=fp8, check=given.check)
     sizes = ["m3"] if given.check else given.sizes.split(",")
     slips = [""] if given.without_control else list(SLIPS)
     device = "cpu" if given.check else "cuda"
