@@ -130,6 +130,15 @@ def test_a_job_ends_well_and_its_run_holds_what_ran_where(project, capfd):
     assert "the last line" in capfd.readouterr().err  # as it was waited for
 
 
+def test_the_log_of_a_running_job_is_in_its_run(project, tmp_path):
+    job = submit(project, entry="train", until=str(tmp_path / "go"))
+    until(lambda: "job/log.txt" in artifacts(job), 120)  # every half minute
+    assert "begun" in mlflow.artifacts.load_text(f"runs:/{job.run_id}/job/log.txt")
+    assert status(job) == "RUNNING"
+    (tmp_path / "go").touch()
+    assert ended(job) == "FINISHED"
+
+
 def test_a_job_that_fails_leaves_its_last_line(project):
     job = submit(project, code="3")
     assert ended(job) == "FAILED" and "ended FAILED" in tags(job)[names.TAG_REASON]

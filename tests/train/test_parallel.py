@@ -150,11 +150,17 @@ def test_a_process_that_heeds_no_signal_dies_with_the_first(tmp_path):
     assert ready.exists() and gone and not alive
 
 
-def command(folder, **more):
-    chosen = SMALL | more
-    words = [sys.executable, "-m", "qrl", "train", "--device", "cpu"]
-    words += [word for name, value in chosen.items() for word in (f"--train.{name}", value)]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def command(folder, project=False, **more):
+    """Start a small training, by `mlflow run` if it is to be a `project`."""
+    chosen = {"device": "cpu"} | {f"train.{name}": value for name, value in (SMALL | more).items()}
+    words = [sys.executable, "-m", "qrl", "train"] + [
+        word for name, value in chosen.items() for word in (f"--{name}", value)
+    ]
+    if project:
+        words = [sys.executable, "-m", "mlflow", "run", str(ROOT), "-e", "train", "--env-manager", "local"]
+        words += [word for name, value in chosen.items() for word in ("-P", f"{name}={value}")]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path}
     return subprocess.Popen(
         words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -237,7 +243,7 @@ def test_what_quantized_linears_compute_with_differs_by_name():
 def test_a_training_starts_its_processes_and_the_first_alone_logs(store, tmp_path):
     import mlflow
 
-    done = command(tmp_path)
+    done = command(tmp_path, project=True)
     output, _ = done.communicate(timeout=600)
     (run,) = mlflow.search_runs(output_format="list")
     assert done.returncode == 0, output
