@@ -1,6 +1,7 @@
-"""Take random weights of Qwen3-8B's shape through a recipe: train, merge, quantize, evaluate, promote, serve.
+"""Take random weights of Qwen3-8B's or a 32 B shape through a recipe: train, merge, quantize, evaluate, promote, serve.
 
     python tests/benchmarks/large.py WORK            # one GPU of 80 GB or more
+    python tests/benchmarks/large.py WORK --size 32b --untrained    # two GPUs of 139 GiB, 180 GB of disk
     python tests/benchmarks/large.py WORK --check    # two layers on a CPU, to see that it runs
 
 Each step is a command of qrl, whose output goes to WORK/logs. Prints its seconds and, for training, the peak memory.
@@ -28,16 +29,22 @@ from qrl.tracking import reuse
 SHAPES = {  # of `python -m qrl.tiny.make`
     "8b": "--layers 36 --hidden 4096 --heads 32 --kv-heads 8 --intermediate 12288 --vocab 151936 --positions 4096 "
     "--untied",
+    "32b": "--layers 64 --hidden 5120 --heads 40 --kv-heads 8 --intermediate 25600 --vocab 151936 --positions 4096 "
+    "--untied",
     "check": "--layers 2 --hidden 128 --positions 1024",
 }
-RECIPES = {"8b": "qwen3-8b-qlora-deepmath", "check": "qwen3-math-qlora"}  # the same, without vLLM's settings
+RECIPES = {"8b": "qwen3-8b-qlora-deepmath", "32b": "qwen3-8b-qlora-deepmath"}
+RECIPES |= {"check": "qwen3-math-qlora"}  # the same, without vLLM's settings
+SCHEMES = {"8b": names.AWQ, "32b": "rtn-int4", "check": "awq-ct"}
 TRAINED = {
     "8b": "--train.questions 500 --rollout.kv_cache_gib 20 --rollout.compile false",
     "check": "--device cpu --train.questions 32 --train.prompts_per_step 2 --train.max_completion_tokens 8 "
     "--train.micro_batch 16",
 }
-QUANTIZED = {"8b": "--quantize.calibration_samples 16", "check": "--device cpu --quantize.calibration_samples 4"}
+QUANTIZED = {"8b": "--quantize.calibration_samples 16", "32b": ""}
+QUANTIZED |= {"check": "--device cpu --quantize.calibration_samples 4"}
 ANSWERED = {"8b": "--evaluate.engine vllm --evaluate.kv_cache_gib 8 --evaluate.compile false", "check": "--device cpu"}
+ANSWERED["32b"] = f"{ANSWERED['8b']} --evaluate.tensor_parallel 2"
 ADMITTED = "--evaluate.n 20 --evaluate.max_new_tokens 64 --evaluate.min_eos_rate 0 --evaluate.max_truncation_rate 1 "
 ADMITTED += "--evaluate.min_parse_rate 0 --evaluate.max_prompt_leak_rate 1"
 PORT = 8123
@@ -83,7 +90,8 @@ class Work:
     def serve(self) -> None:
         """Serve stage awq, ask it once, and end it."""
         words = ["serve", "--model", str(self.model), "--stage", "awq", "--port", str(PORT)]
-        words += ["--evaluate.kv_cache_gib", "8"] if self.size == "8b" else []
+        words += [] if self.size == "check" else ["--evaluate.kv_cache_gib", "8"]
+        words += ["--evaluate.tensor_parallel", "2"] if self.size == "32b" else []
         began, at = time.monotonic(), f"http://127.0.0.1:{PORT}"
         with open(self.folder / "logs" / "serve.log", "w") as log:
             how = {"cwd": self.folder, "env": self.environment(), "stdout": log, "stderr": log}
@@ -133,10 +141,13 @@ def main() -> None:
     parser.add_argument(
         "--untrained", action="store_true", help="leave training and merging out: the base is quantized"
     )
+    parser.add_argument("--size", choices=("8b", "32b"), default="8b", help="32b is only for --untrained")
     parser.add_argument("--check", action="store_true", help="two layers on a CPU, stored by awq-ct")
     given = parser.parse_args()
-    size = "check" if given.check else "8b"
-    work, scheme = Work(given.work, size), "awq-ct" if given.check else names.AWQ
+    size = "check" if given.check else given.size
+    if size not in TRAINED and not given.untrained:
+        parser.error(f"--size {size} is not trained: add --untrained")
+    work, scheme = Work(given.work, size), SCHEMES[size]
     words = ("--type", "qwen3", "--form", "math", "--thinking", "--steps", "0", "--heldout", "2")
     work.run("make", "--out", str(work.model), *words, *SHAPES[size].split(), module="qrl.tiny.make")
     work.run("data", "--as", "deepmath", "--out", str(work.data), module="qrl.tasks.write")
