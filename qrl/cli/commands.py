@@ -79,9 +79,11 @@ def study_command(typed: Typed, settings, yes: bool | None) -> None:
     qrl study --model FOLDER --task gsm8k --data FOLDER       your model, your questions
     qrl study --recipe tiny-qlora --train.steps 8 --seed 1    a recipe, with changes
     """
+    from qrl import recipe
     from qrl.study import build
 
-    build.announce(settings)
+    named = typed.overrides["recipe"]
+    build.announce(settings, recipe.default(typed.overrides) if named == recipe.DEFAULT else named)
     from qrl.study import pipeline
 
     pipeline.study(settings, typed.overrides, yes=bool(yes))

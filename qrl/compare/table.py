@@ -133,7 +133,8 @@ def answers_table(
         counts = (answers.right_to_wrong, answers.wrong_to_right)
         line += ["" if count is None else f"{count} of {answers.compared}" for count in counts]
         body.append((*line, "" if answers.mcnemar is None else f"{answers.mcnemar:.2g}"))
-    note = f"Brackets: the difference to {against}, and its interval."
+    note = f"Brackets: the difference to {against}, and its interval. Where few answers differ it is widened: a rare, "
+    note += "large change may not have been drawn."
     if "reached" in known:
         note += " *reached, then wrong*: the right value appears before a wrong or missing answer."
     if "reference_logprob" in known:
@@ -236,5 +237,5 @@ def _bootstrap(comparison: Comparison) -> list[str]:
     check = "A paired bootstrap over questions (10,000 resamples, seeded)"
     if apart > AGREES:
         few = "too few answers differ for a bootstrap, so rely on the intervals above"
-        return [f"{check} moves an end of an interval above by {apart:.3f}: {few}."]
-    return [f"{check} moves no end of an interval above by more than {max(apart, 0.001):.3f}."]
+        return [f"{check} moves an end of a gain's or gain survival's interval by {apart:.3f}: {few}."]
+    return [f"{check} moves no end of a gain's or gain survival's interval by more than {max(apart, 0.001):.3f}."]

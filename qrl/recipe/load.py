@@ -9,7 +9,7 @@ import itertools
 import re
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -159,7 +159,8 @@ def _path(name_or_path: str) -> Path:
     if name_or_path.endswith((".yaml", ".yml")):
         raise BadInput(f"There is no file {name_or_path}: give the path of a recipe, or a name that `recipes` lists.")
     raise BadInput(
-        f"There is no recipe '{name_or_path}': expected one of {', '.join(names())}, or the path of a .yaml file."
+        f"There is no recipe '{name_or_path}'{_hint(name_or_path, names())}: expected one of {', '.join(names())}, or "
+        "the path of a .yaml file."
     )
 
 
@@ -249,6 +250,12 @@ def _parse(key: str, text: Any) -> Any:
     return text
 
 
+def _hint(word: str, known: Iterable[str]) -> str:
+    """Return a clause that asks for the nearest of the known words; empty if none is near."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""
+
+
 def _unknown(key: str) -> str:
     if key in RENAMED:
         return f"'{key}' is now called '{RENAMED[key]}': write that instead."
@@ -267,7 +274,8 @@ def _sentence(error: ValidationError) -> str:
         return _unknown(".".join(map(str, first["loc"])))
     value = first["input"]
     shown = ",".join(map(str, value)) if isinstance(value, tuple) else value  # a list, as it was typed
-    return f"'{key}' is {shown!r}, but {_allowed(first['msg'])}."
+    hint = _hint(str(shown), re.findall(r"'([^']+)'", first["msg"])) if first["type"] == "literal_error" else ""
+    return f"'{key}' is {shown!r}{hint}, but {_allowed(first['msg'])}."
 
 
 def _allowed(message: str) -> str:

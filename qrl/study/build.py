@@ -146,13 +146,17 @@ def wait(folder: Path, manager: str) -> None:
         )
 
 
-def announce(recipe: Recipe) -> None:
-    """Print what a study will do and which environments it may build, before anything slow is imported."""
+def announce(recipe: Recipe, name: str = "") -> None:
+    """Print what a study will do, by the recipe of this name, and which environments it may build.
+
+    It is called before anything slow is imported.
+    """
     schemes, usual = recipe.quantize.schemes, recipes.load("tiny", {"seed": str(recipe.seed)})
     time = ", about 4 minutes on two cores" if recipe == usual else ""
     cells = 2 * (1 + len(schemes) + len(recipe.evaluate.kv_fp8))
     steps = f"train, quantize ({', '.join(schemes)}), evaluate {cells} cells, diagnose, compare, promote"
-    click.echo(f"Study of {recipe.model} on {recipe.task}{time}: {steps}. Finished steps are reused.", err=True)
+    by = f" by recipe {name}" if name else ""
+    click.echo(f"Study of {recipe.model} on {recipe.task}{by}{time}: {steps}. Finished steps are reused.", err=True)
     if "MLFLOW_RUN_ID" not in os.environ:  # MLflow's command builds environments; others have only their own
         return
     chosen = {("quantize", scheme) for scheme in schemes} | {("train", trained_by(recipe))}

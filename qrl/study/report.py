@@ -98,7 +98,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
     lines = [
         f"Artifacts   {folder}: {', '.join(page.LINKED)}, {names.FIGURES}/",
         f"Environment {python}",
-        *look(os.environ["MLFLOW_TRACKING_URI"]),
+        *look(os.environ["MLFLOW_TRACKING_URI"], runs.page_of(launcher.run_id)),
     ]
     if stage:
         lines += [
@@ -215,10 +215,10 @@ def _convergence(methods: Methods, outcome: SweepOutcome, variant: str, scheme: 
     return convergence.judge(variant, scheme, row.over_base, curves, measure)
 
 
-def look(address: str) -> list[str]:
-    """Return the line that says how to see the store at this absolute address, from any folder.
+def look(address: str, page: str = "") -> list[str]:
+    """Return the line that says how to see the store at this absolute address, from any folder, and a `page` of it.
 
     There is none for a server: the address of the run's page is printed at the command's end.
     """
-    ui = f"Look        mlflow ui --backend-store-uri {shlex.quote(address)}, then http://127.0.0.1:5000"
+    ui = f"Look        mlflow ui --backend-store-uri {shlex.quote(address)}, then http://127.0.0.1:5000{page}"
     return [] if address.startswith("http") else [ui]

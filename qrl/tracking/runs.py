@@ -88,7 +88,12 @@ def show_page(run_id: str) -> None:
     server = mlflow.get_tracking_uri().rstrip("/")
     if server.startswith("http"):
         with suppress(mlflow.MlflowException):
-            print(f"Look    {server}/#/experiments/{mlflow.get_run(run_id).info.experiment_id}/runs/{run_id}")
+            print(f"Look    {server}{page_of(run_id)}")
+
+
+def page_of(run_id: str) -> str:
+    """Return where MLflow's UI shows a run, after the address of its server."""
+    return f"/#/experiments/{mlflow.get_run(run_id).info.experiment_id}/runs/{run_id}"
 
 
 @contextmanager

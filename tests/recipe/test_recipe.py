@@ -371,3 +371,21 @@ def test_what_auto_stands_for_depends_on_model_task_and_device():
     assert [recipe.default(typed) for typed in ({}, own, {"task": "math"})] == ["tiny", "instruct", "math"]
     assert recipe.default(own, device="cpu") == "instruct-cpu" and recipe.default({}, device="cpu") == "tiny"
     assert recipe.load("math-cpu").prompt == "boxed" and recipe.load("instruct-cpu").train.compute == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("typed", "says"),
+    [
+        ({"quantize.schemes": "nf4,nf5"}, r"'nf5' \(did you mean 'nf4'\?\), but must be 'nf4'"),
+        ({"rollout.engine": "vlm"}, r"'vlm' \(did you mean 'vllm'\?\)"),
+        ({"rollout.engine": "zzz"}, r"'zzz', but must be"),
+    ],
+)
+def test_a_misspelt_choice_is_answered_with_the_nearest(typed, says):
+    with pytest.raises(BadInput, match=says):
+        recipe.load("tiny", typed)
+
+
+def test_a_misspelt_recipe_is_answered_with_the_nearest():
+    with pytest.raises(BadInput, match=r"'tiny-qlor' \(did you mean 'tiny-qlora'\?\): expected one of"):
+        recipe.load("tiny-qlor")

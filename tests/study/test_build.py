@@ -108,5 +108,6 @@ def test_a_study_says_first_what_it_does_and_what_it_builds(monkeypatch, capsys,
     assert "train" in said and schemes.replace(",", ", ") in said and "promote" in said
     assert ("environment-awq.log" in said) is named and ("GB" in said) is named
     monkeypatch.delenv("MLFLOW_RUN_ID")
-    build.announce(recipe.load("tiny"))
-    assert "environment" not in capsys.readouterr().err
+    build.announce(recipe.load("tiny"), "tiny")
+    said = capsys.readouterr().err
+    assert "environment" not in said and "on arithmetic by recipe tiny, about 4 minutes" in said

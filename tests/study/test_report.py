@@ -22,6 +22,8 @@ COUNTS = {"n": 1000, "base": {"full": 680, "nf4": 650}, "grpo": {"full": 820, "n
 def test_the_ui_is_opened_on_the_store_that_was_used_from_any_folder():
     (line,) = report.look("sqlite:////elsewhere/a b/mlflow.db")
     assert "mlflow ui --backend-store-uri 'sqlite:////elsewhere/a b/mlflow.db', then http://127.0.0.1:5000" in line
+    (whole,) = report.look("sqlite:///s.db", "/#/experiments/0/runs/1")
+    assert whole.endswith("then http://127.0.0.1:5000/#/experiments/0/runs/1")
     assert report.look("http://tracking:5000") == []  # its run's page is printed at the end
 
 
