@@ -18,7 +18,9 @@ _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 @argument("entry", metavar="COMMAND")
 @argument("words", nargs=-1, metavar="[OPTIONS OF COMMAND]…", type=click.UNPROCESSED)
 def submit_command(cluster: str, env_manager: str, dry_run: bool, project: str, entry: str, words) -> None:
-    """Submit a command to Slurm or SkyPilot, as `mlflow run . --backend qrl` does.
+    """Submit a command to Slurm or SkyPilot.
+
+    It becomes a job, as with `mlflow run . --backend qrl`.
 
     \b
     qrl submit --dry-run main --recipe math    the scripts of a whole study
@@ -36,7 +38,10 @@ def submit_command(cluster: str, env_manager: str, dry_run: bool, project: str, 
 @option("--cancel", metavar="RUN", help="Cancel the job of a run; of a study, also its steps' jobs.")
 @option("--all", "every", is_flag=True, help="Show jobs that ended, too.")
 def jobs_command(cancel: str | None, every: bool) -> None:
-    """List the jobs of the store here, and end the runs of those that died without a report."""
+    """List the store's jobs, and end the runs of dead ones.
+
+    A dead job is one that ended without a report.
+    """
     from qrl.cluster import jobs
     from qrl.tracking import store
 

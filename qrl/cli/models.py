@@ -107,7 +107,10 @@ def benchmark_command(
 @option("--at", metavar="DATE", help="Show which version held it at the end of that day, or at a time, in UTC.")
 @click.pass_obj
 def history_command(typed: Typed, settings, stage: str, at: str | None) -> None:
-    """Show every decision on a stage: who, when, which run, which bounds. With --at, what held it on a day, and why."""
+    """Show every decision on a stage, or what held it on a day.
+
+    A decision has who made it, when, on which run and with which bounds.
+    """
     from qrl.steps import history
 
     history.show(settings, stage, at)

@@ -61,7 +61,7 @@ def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | No
 @option("--file", "option", metavar="FILE", help="The same as the argument, for `mlflow run … -P file=…`.")
 @click.argument("file", metavar="FILE", required=False)
 def grade_command(task: str, out: str, columns: str | None, option: str | None, file: str | None) -> None:
-    """Grade your own completions: the first of two commands to a verdict on results from elsewhere.
+    """Grade your own completions, for `compare` to judge.
 
     \b
     qrl grade --task gsm8k answers.jsonl --out graded.jsonl     rows of all cells
@@ -101,7 +101,10 @@ def recipes_command(name: str | None) -> None:
 
 @click.command("schemes")
 def schemes_command() -> None:
-    """List the schemes: what each stores, what it needs, and what was measured on the shipped model."""
+    """List the schemes: what each stores and needs, and figures.
+
+    The figures were measured on the shipped model.
+    """
     text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", SCHEMES.read_text(encoding="utf-8")).replace("`", "")
     table = text[text.index("| scheme |") :].partition("\n\n")[0]
     heads, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
