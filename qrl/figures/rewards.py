@@ -55,7 +55,9 @@ def training(history: pd.DataFrame, path: Path, measure: str = "reward", probes:
         _label(axes, labels[column])
     last.set_xlabel("optimizer step")
     last.xaxis.get_major_locator().set_params(integer=True)
-    note = "Faint: each logged step; bold: running mean over a tenth of the run."
+    window = _window(history, measure)
+    note = f"Faint: each logged step; bold: running mean over {window} steps. " if window > 1 else ""
+    note += "Each step samples answers to questions of its own; what training gained is measured on held-out ones."
     finish(figure, first, reward_found(history, measure), note, path)
 
 
@@ -68,7 +70,11 @@ def shown(history: pd.DataFrame, measure: str) -> dict[str, str]:
 def smoothed(history: pd.DataFrame, column: str) -> tuple[pd.DataFrame, pd.Series]:
     """Return the steps that have a value, and its running mean over a tenth of the run."""
     part = history[["step", column]].dropna()
-    return part, part[column].rolling(2 * (len(part) // 20) + 1, center=True, min_periods=1).mean()
+    return part, part[column].rolling(_window(history, column), center=True, min_periods=1).mean()
+
+
+def _window(history: pd.DataFrame, column: str) -> int:
+    return 2 * (int(history[column].notna().sum()) // 20) + 1
 
 
 def _label(axes, label: str) -> None:
