@@ -118,7 +118,8 @@ def _training(history: pd.DataFrame) -> list[Section]:
     if not measure:
         return []
     curves = [_curve(history, column, title) for column, title in rewards.shown(history, measure).items()]
-    return [Section("Training", rewards.reward_found(history, measure), curves, folded=True)]
+    found = f"{rewards.reward_found(history, measure)}. {rewards.OF_REWARDS}"
+    return [Section("Training", found, curves, folded=True)]
 
 
 def _curve(history: pd.DataFrame, column: str, title: str) -> dict:
