@@ -4,8 +4,9 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
-from qrl import checkpoint, cluster, evaluate, names
+from qrl import checkpoint, cluster, evaluate, names, tasks
 from qrl.errors import BadInput, GateRefused
 from qrl.recipe import Recipe
 from qrl.study import preflight
@@ -50,7 +51,8 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
     preflight.rehearse(recipe, device, ahead, yes=yes)
     begin_builds(ahead)
     store.prepare()
-    with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}) as run:
+    shown = f"study of {Path(recipe.model).name} on {tasks.label(recipe.task)}"
+    with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}, run_name=shown) as run:
         launcher = Launcher(
             overrides, run.info.run_id, 5 + len(side_by_side(recipe.quantize.schemes)) + recipe.train.adapter
         )
