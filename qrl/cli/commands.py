@@ -103,8 +103,6 @@ def study_command(typed: Typed, settings, yes: bool | None) -> None:
 def sweep_command(typed: Typed, settings, models, arms, seeds: str, register, yes: bool | None) -> None:
     """Train several methods under several seeds, and rank them.
 
-    On one model, or on several.
-
     --recipe is GRPO in full precision, quantized afterwards (PTQ). --arms are the other methods, by default QLoRA,
     quantization-aware training (QAT) and distillation. All other options apply to every method.
 

@@ -11,7 +11,7 @@ _COLOURS = {"ok": "green", "advice": "yellow", "lacks": "red"}
 @click.command("doctor")
 @option("--registered_name", metavar="NAME", help="Try the rights on this registered model, too.")
 def doctor_command(registered_name: str | None) -> None:
-    """Say what the store lacks: access, versions, space, rights.
+    """Check the store: access, versions, clock, space, rights.
 
     \b
     qrl doctor                                 the store here, or the one of MLFLOW_TRACKING_URI

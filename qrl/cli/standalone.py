@@ -101,7 +101,7 @@ def recipes_command(name: str | None) -> None:
 
 @click.command("schemes")
 def schemes_command() -> None:
-    """List the schemes: what each stores and needs, and figures.
+    """List the schemes, with what each stores and needs.
 
     The figures were measured on the shipped model.
     """

@@ -460,6 +460,7 @@ SERVERS = {  # what a server answers, and what is wrong with it
     "another vLLM": ("0.25.1", "fp8", r"runs vLLM 0\.25\.1, but this environment has 0\.31\.0"),
     "no version": (None, "fp8", "runs vLLM None"),
     "training's GPU": ("0.31.0", "fp8", "computes on GPU 3, 4 of this machine, .* would send weights from GPU 3"),
+    "a GPU of training's second process": ("0.31.0", "fp8", ""),  # the first one alone sends weights
     "no plugin": ("0.31.0", "none", r"rounds no activations, but train\.qat = fp8 does"),
     "no development endpoints": ("0.31.0", None, "No rollout server answers at .*Not Found"),
 }
@@ -486,6 +487,7 @@ def test_a_server_that_computes_otherwise_is_refused_before_any_weight_is_loaded
 
     monkeypatch.setattr(checks, "_vllm_version", lambda: "0.31.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    monkeypatch.setenv("RANK", str(int("second" in name)))
     with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         settings = Rollout(engine="vllm", mode="server", server=f"http://127.0.0.1:{server.server_port}")

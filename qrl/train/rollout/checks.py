@@ -173,16 +173,18 @@ def check_server(settings: Rollout, qat: str = "none") -> None:
         raise BadInput(f"No rollout server answers at {where}: {remedy}.") from None
     check_server_storage(info, settings, qat)
     variables = (about.get("system_env") or {}).get("env_vars")
-    if variables is not None and urllib.parse.urlsplit(address).hostname in ("127.0.0.1", "localhost", "::1"):
+    is_here = urllib.parse.urlsplit(address).hostname in ("127.0.0.1", "localhost", "::1")
+    if variables is not None and is_here and process.rank() == 0:  # which sends the weights
         theirs = dict(line.partition("=")[::2] for line in str(variables).splitlines()).get(_VISIBLE)
-        check_apart(theirs, info["parallel_config"]["world_size"], os.environ.get(_VISIBLE))
+        workers = (info.get("parallel_config") or {}).get("world_size", 1)
+        check_apart(theirs, workers, os.environ.get(_VISIBLE))
 
 
 def check_apart(theirs: str | None, workers: int, ours: str | None) -> None:
     """Check that a server on this machine computes on other GPUs than the process that sends the weights.
 
-    NCCL refuses two members of a group on one GPU, and a server of several workers would wait for the others until
-    `rollout.server_timeout_s`.
+    NCCL refuses two members of a group on one GPU. Where the server has several workers, the others then wait, and
+    training ends minutes later, with NCCL's error.
 
     Args:
         theirs, ours: CUDA_VISIBLE_DEVICES of the server and of training; None if it is not set, which means 0, 1, ….
@@ -191,8 +193,10 @@ def check_apart(theirs: str | None, workers: int, ours: str | None) -> None:
     Raises:
         BadInput: the first GPU of training is one of the server's.
     """
-    used = theirs.split(",")[:workers] if theirs else [str(number) for number in range(workers)]
-    first = ours.partition(",")[0] if ours else "0"
+    used = (
+        [one.strip() for one in theirs.split(",")][:workers] if theirs else [str(number) for number in range(workers)]
+    )
+    first = ours.partition(",")[0].strip() if ours else "0"
     if first in used:
         on = f"computes on GPU {', '.join(used)} of this machine, and training would send weights from GPU {first}"
         other = f"start one of them with another {_VISIBLE}; together they need {workers + 1} GPUs"

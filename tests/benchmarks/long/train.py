@@ -1,6 +1,6 @@
 """Train on answers of 8,000 tokens with rollouts of an engine that rounds: does the reward rise as with bf16's?
 
-    python tests/benchmarks/long/train.py WORK                          # one GPU: 24 minutes for the whole list
+    python tests/benchmarks/long/train.py WORK                          # one GPU
     python tests/benchmarks/long/train.py WORK --kinds fp8,fp8-uncorrected --together
     python tests/benchmarks/long/train.py WORK --check                  # short answers, CPU, `bf16` alone
     python tests/benchmarks/long/train.py WORK --print                  # the table again
@@ -16,7 +16,7 @@ nvfp4-a4            quantization-aware training in NVFP4 W4A4; the engine rounds
 nvfp4-a4-uncorrected
 
 Prints the reward (share of answers with all lines right) in the first and the last quarter of the steps with the
-standard error over their questions, k3, token and sequence ESS, and which watchers warned. Output goes to WORK/logs and
+standard error over steps, k3, token and sequence ESS, and which watchers warned. Output goes to WORK/logs and
 WORK/*.db; a second call does what is left.
 """
 
