@@ -13,7 +13,7 @@ MEASURES = {
     "reward": ("Training reward", "mean reward (share right)"),
     "loss": ("Divergence from the teacher", "divergence from the teacher (nats per token)"),
 }
-OF_REWARDS = "Each step samples answers to questions of its own; what training gained is measured on held-out ones."
+OF_STEPS = "Each step has questions of its own; what training gained is measured on held-out ones."
 HEALTH = {  # column → name of its panel
     "reward_std": "standard deviation of rewards",
     "frac_reward_zero_std": "groups with equal rewards (share)",
@@ -58,7 +58,7 @@ def training(history: pd.DataFrame, path: Path, measure: str = "reward", probes:
     last.xaxis.get_major_locator().set_params(integer=True)
     window = _window(history, measure)
     note = f"Faint: each logged step; bold: running mean over {window} steps. " if window > 1 else ""
-    note += OF_REWARDS
+    note += OF_STEPS
     finish(figure, first, reward_found(history, measure), note, path)
 
 

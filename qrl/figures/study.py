@@ -118,7 +118,7 @@ def _training(history: pd.DataFrame) -> list[Section]:
     if not measure:
         return []
     curves = [_curve(history, column, title) for column, title in rewards.shown(history, measure).items()]
-    found = f"{rewards.reward_found(history, measure)}. {rewards.OF_REWARDS}"
+    found = f"{rewards.reward_found(history, measure)}. {rewards.OF_STEPS}"
     return [Section("Training", found, curves, folded=True)]
 
 
