@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from qrl import checkpoint, process
 from qrl.engine import hf, pretrained
 from qrl.engine.hf import Completion
-from qrl.engine.vllm_support import batch_invariant, check_runs, shares
+from qrl.engine.vllm_support import batch_invariant, check_runs, departs, emulated, shares
 from qrl.errors import BadInput, QrlError
 
 if TYPE_CHECKING:
@@ -113,6 +113,7 @@ class Vllm(AbstractContextManager):
                     worker_extension_cls="qrl.engine.vllm_worker.Extension",
                     **(shares(memory, cache_gib) if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}),
                     **({} if compiled or not on_gpu else GRAPHS_ALONE),
+                    **emulated(path, device),
                 )
         except Exception as error:  # whatever the worker raised
             if on_gpu and cache_gib is None:
@@ -134,7 +135,7 @@ class Vllm(AbstractContextManager):
 
         self.tokens = hf.tokenizer(path)
         self._ends = set(hf.end_tokens(GenerationConfig.from_pretrained(path), path))
-        self._network = network(path)
+        self._network, self._departs = network(path), departs(path, self.kernels)
 
     def reload(self, path: Path) -> bool:
         """Replace the weights by those of another checkpoint, which takes a second where a start takes a minute.
@@ -172,6 +173,7 @@ class Vllm(AbstractContextManager):
         kept = {"kv_cache_dtype": "fp8"} if self._kv_fp8 else {}
         kept |= {"tensor_parallel": self._gpus} if self._gpus > 1 else {}
         kept |= {} if self._compiled else {"compiled": False}
+        kept |= {"simulated": self._departs} if self._departs else {}
         return ran | {"max_num_seqs": self._sequences, "prefix_caching": False} | kept
 
     def generate(

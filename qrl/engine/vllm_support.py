@@ -12,8 +12,10 @@ from qrl.formats import kind
 # With this kernel one or two answers of 1,000 depend on the batch even in the deterministic mode: measured in
 # tests/benchmarks/results/schemes.md.
 _BATCH_VARIANT = "Int8ScaledMM"
+_UNROUNDED = ("Marlin", "EmulationMxfp8")  # kernels that multiply activations as they are
 _LEAST_SHARE = 0.01  # that must be free, where the cache has a fixed size
 _HOPPER = 90
+_FP4_UNITS = 100  # compute capability of the first GPUs that multiply 4-bit floats
 
 
 def batch_invariant(kernels: Iterable[str]) -> bool:
@@ -32,6 +34,38 @@ def shares(memory: float, cache_gib: float | None) -> dict[str, Any]:
     if cache_gib is None:
         return {"gpu_memory_utilization": memory}
     return {"gpu_memory_utilization": _LEAST_SHARE, "kv_cache_memory_bytes": int(cache_gib * 2**30)}
+
+
+def emulated(path: Path, device: str) -> dict[str, str]:
+    """Return vLLM's option for a checkpoint that rounds activations to 4-bit floats on a GPU that cannot multiply them.
+
+    They are then rounded in software. vLLM's own choice, Marlin, would leave them as they are, and the cell of `nvfp4`
+    would be one of `nvfp4a16`.
+    """
+    if device == "cpu" or not any(inputs.get("num_bits") == 4 for inputs in _inputs(path)):
+        return {}
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    return {"linear_backend": "emulation"} if capability and capability.to_int() < _FP4_UNITS else {}
+
+
+def departs(path: Path, kernels: Iterable[str]) -> str:
+    """Describe how kernels depart from a checkpoint's format; empty if they do not."""
+    kernels = sorted(kernels)
+    for inputs in _inputs(path):
+        rounded = f"rounded to {inputs['type']}{inputs['num_bits']}"
+        if kernel := next((name for name in kernels if any(part in name for part in _UNROUNDED)), ""):
+            return f"activations not {rounded}: the kernel for this GPU is {kernel}"
+        if any("Emulation" in name for name in kernels):
+            return f"activations {rounded} in software, products in 16 bits"
+    return ""
+
+
+def _inputs(path: Path) -> list[dict]:
+    """Return how a checkpoint rounds activations, by group of layers."""
+    groups = (checkpoint.config(path).get("quantization_config") or {}).get("config_groups") or {}
+    return [group["input_activations"] for group in groups.values() if group.get("input_activations")]
 
 
 def check_runs(path: Path, device: str, deterministic: bool = False) -> None:

@@ -213,6 +213,7 @@ def _opened(
 
     model, tokens = hf.load(path, device, devices.compute_dtype(settings.dtype, device))
     receipt = {"engine": f"{hf.NAME} {transformers.__version__}", "attention": model.config._attn_implementation}
+    receipt |= {"simulated": departs} if (departs := hf.simulated(path, device)) else {}
     generate = partial(hf.generate, model, tokens, batch_size=batch_size)
     score = partial(hf.log_likelihoods, model, batch_size=batch_size)
     yield generate, score, str(model.dtype).removeprefix("torch."), receipt | {"batch_size": batch_size}

@@ -1,6 +1,7 @@
 """Evaluate cells: all of them on the same questions in one process, a nested run for each."""
 
 import json
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,8 +129,7 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
         metrics = scores.metrics(asked)
         contents.log_scores(metrics, model_uri=uri, dataset=heldout)
         training_seed = lineage.training_seed(uri) if cell.variant != names.BASE else None
-        unpacked = "weights unpacked" if asked.receipt.get("unpacked") else ""
-        simulated = hf.simulated(cell.weights.path, cell.device) if settings.engine == hf.NAME else unpacked
+        simulated = "weights unpacked" if asked.receipt.get("unpacked") else asked.receipt.get("simulated", "")
         params = {"dtype": asked.dtype, "simulated": simulated, "training_seed": training_seed}
         params[names.ENGINE] = asked.receipt["engine"]
         contents.log_params({key: value for key, value in params.items() if value not in ("", None)})
@@ -138,6 +138,9 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
         stored_by = models.params(uri).get(names.SETTINGS, "")
         if (batch := asked.receipt.get("batch_size", settings.batch_size)) < settings.batch_size:
             contents.tag(f"{names.TAG_WATCH}memory", f"evaluate.batch_size {settings.batch_size} → {batch}")
+        if simulated.startswith("activations not rounded"):
+            contents.tag(f"{names.TAG_WATCH}activations", simulated)
+            tqdm.write(click.style(f"qrl: {cell.name}: {simulated}", fg="yellow"), file=sys.stderr)
         _log_rows(asked, recipe, stored_by, work, recipe.seed if training_seed is None else training_seed)
         if problems := scores.problems(metrics, settings, len(asked.frame)):
             bar.close()

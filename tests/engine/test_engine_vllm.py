@@ -6,6 +6,8 @@ QRL_VLLM_PYTHON=…/bin/python pytest tests/engine/test_engine_vllm.py    # uses
 import json
 import shutil
 import subprocess
+import sys
+import types
 from pathlib import Path
 from typing import ClassVar
 
@@ -251,6 +253,44 @@ def test_a_cache_of_fixed_size_leaves_the_share_of_memory_out():
     compiled = recipe.load("tiny", {"evaluate.engine": "vllm"})
     key = [keys.cell(settings, "base", "full", "digest", "cuda") for settings in (uncompiled, compiled)]
     assert key[0] != key[1], "other kernels can give other answers"
+
+
+class Capability:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def to_int(self) -> int:
+        return self.number
+
+
+@pytest.mark.parametrize(
+    ("scheme", "capability", "options"),
+    [
+        ("nvfp4", 90, {"linear_backend": "emulation"}),
+        ("nvfp4", 100, {}),
+        ("nvfp4a16", 90, {}),
+        ("fp8", 90, {}),
+        ("full", 90, {}),
+    ],
+)
+def test_activations_of_four_bits_are_rounded_in_software_where_a_gpu_cannot_multiply_them(
+    scheme, capability, options, tiny_checkpoint, tmp_path, monkeypatch
+):
+    path = tiny_checkpoint
+    if scheme != "full":
+        texts = ["Tom has 3 apples and buys 4 more. How many does he have?"]
+        path = quantize.run(scheme, tiny_checkpoint, tmp_path / scheme, calibration=texts).path
+    platforms = types.ModuleType("vllm.platforms")
+    platforms.current_platform = types.SimpleNamespace(get_device_capability=lambda: Capability(capability))
+    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    assert vllm_support.emulated(path, "cuda") == options
+    assert vllm_support.emulated(path, "cpu") == {}
+    said = vllm_support.departs(path, {"CompressedTensorsW4A4Fp4/MarlinNvFp4LinearKernel": 16, "FlashAttentionImpl": 4})
+    assert said.startswith("activations not rounded to") is (scheme in ("nvfp4", "fp8"))
+    assert ("float4" in said) is (scheme == "nvfp4")
+    assert ("in software" in vllm_support.departs(path, ["EmulationNvFp4LinearKernel"])) is (scheme in ("nvfp4", "fp8"))
+    assert vllm_support.departs(path, ["CutlassNvFp4LinearKernel"]) == ""
 
 
 def test_too_little_free_memory_is_said_in_gigabytes(monkeypatch):

@@ -112,13 +112,13 @@ class Work:
             words = ["--models", base, "--seeds", str(seed), "--arms", ",".join(chosen), "--yes"]
             return self.qrl(f"{name}-{size}-{seed}", "sweep", *recipe, *words)
 
-        alone = len(self.arms) == 1
+        alone = len(self.arms) <= 1
         work = [partial(sweep, "sweep" if alone else f"arm-{arm}", arm) for arm in self.arms]
         work += [partial(self.untrained, size, suffix, seed, recipe) for suffix in slips]
         work += [partial(self.fp8_rollouts, size, seed, recipe)] if self.fp8 else []
         with ThreadPoolExecutor(len(work)) as side_by_side:
             jobs = [side_by_side.submit(each) for each in work]
-        if jobs[0].result() if alone else sweep("sweep", *self.arms):
+        if self.arms and (jobs[0].result() if alone else sweep("sweep", *self.arms)):
             models = export.models(self.store, base, seed)
             full = models[("grpo", "full")]
             quantized = [f"{v}:{q}={a}" for (v, q), a in models.items() if v in ("base", "grpo") and q != "full"]
@@ -165,14 +165,14 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--seeds", default="0,1,2,3")
     parser.add_argument("--lanes", type=int, default=4, help="sizes and seeds at once on one GPU")
-    parser.add_argument("--arms", default=",".join(ARMS), help="of the sweep, beside GRPO in full precision")
+    parser.add_argument("--arms", default=",".join(ARMS), help="of the sweep, beside GRPO in full precision; '': none")
     parser.add_argument("--schemes", help="of base, grpo and sft, instead of sweep.yaml's")
     parser.add_argument("--without-control", action="store_true", help="leave `pretrained` out")
     parser.add_argument("--without-fp8", action="store_true", help="leave the trainings with FP8 rollouts out")
     parser.add_argument("--check", action="store_true", help="a copy of qrl-tiny as m3, and two seeds, on a CPU")
     given = parser.parse_args()
     seeds = [0, 1] if given.check else [int(seed) for seed in given.seeds.split(",")]
-    arms = ARMS[:1] if given.check else given.arms.split(",")
+    arms = ARMS[:1] if given.check else list(filter(None, given.arms.split(",")))
     more = CHECK.split() if given.check else ["--quantize.schemes", given.schemes] if given.schemes else []
     fp8 = not given.check and not given.without_fp8
     work = Work(given.work, more, arms, fp8=fp8, check=given.check)
