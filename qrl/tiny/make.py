@@ -58,22 +58,24 @@ def _option(name: str, default, text: str, kind=None, **more):
 @_option("--seed", 0, "Seed of initial weights, corpus and order.")
 @_option("--steps", 1000, "Optimizer steps; 0 leaves the weights random.", click.IntRange(0))
 @_option("--batch", 512, "Texts in one step; each text is used once.", COUNT)
+@_option("--micro-batch", 0, "Texts computed at once, which bounds the memory; 0: all of a step.", click.IntRange(0))
 @_option("--learning-rate", 2e-3, "AdamW's peak, reached after 5 % of the steps.", click.FloatRange(0, min_open=True))
 @_option("--weight-decay", 0.1, "AdamW's weight decay, for matrices.", click.FloatRange(0))
 @_option("--heldout", 2000, "Held-out questions for each prompt.", click.IntRange(2))
 @_option("--device", "auto", "Where to train; auto prefers a GPU.", click.Choice(["auto", "cpu", "cuda"]))
 @_option("--workers", 8, "Processes that make the corpus; 0 makes it in this one.", click.IntRange(0))
 @_option("--save-every", 100, "Steps after which the state is saved.", COUNT)
-def main(out, form, thinking, slip, seed, steps, batch, learning_rate, weight_decay, heldout, device, workers,
-         save_every, **shape) -> None:  # fmt: skip
+def main(out, form, thinking, slip, seed, steps, batch, micro_batch, learning_rate, weight_decay, heldout, device,
+         workers, save_every, **shape) -> None:  # fmt: skip
     with process.sentences():
         corpus, budget = Corpus(seed, form, thinking, slip), Budget(steps, batch, learning_rate, weight_decay)
-        make(out, Shape(**shape), corpus, budget, heldout, device, workers=workers, save_every=save_every)
+        limits = {"workers": workers, "save_every": save_every, "micro_batch": micro_batch}
+        make(out, Shape(**shape), corpus, budget, heldout, device, **limits)
 
 
 def make(
     out: Path, shape: Shape, corpus: Corpus, budget: Budget, heldout: int = 2000, device: str = "auto", *,
-    workers: int = 8, save_every: int = 100,
+    workers: int = 8, save_every: int = 100, micro_batch: int = 0,
 ) -> None:  # fmt: skip
     """Make a model in a new folder, or finish one that a killed process began under the same settings.
 
@@ -82,6 +84,7 @@ def make(
         device: "cpu", "cuda", or "auto".
         workers: processes that make the corpus.
         save_every: steps from one saved state to the next.
+        micro_batch: texts computed at once; 0: a step's texts together.
 
     Raises:
         BadInput: the settings are impossible, the folder holds something else, or other settings were begun there.
@@ -110,8 +113,9 @@ def make(
             f"{budget.steps:,} steps of {budget.batch:,} texts on {place}",
             flush=True,
         )
-        limits = {"positions": shape.positions, "workers": workers, "save_every": save_every}
-        progress = train(model, tokens, corpus, budget, work, **limits) if budget.steps else Progress()
+        limits = {"workers": workers, "save_every": save_every, "micro_batch": micro_batch}
+        positions = shape.positions
+        progress = train(model, tokens, corpus, budget, work, positions, **limits) if budget.steps else Progress()
         shutil.rmtree(work / "model", ignore_errors=True)  # of a try that was killed after it
         with written_whole(work / "model") as folder:
             shutil.copytree(work / "tokenizer", folder)

@@ -32,8 +32,9 @@ class Progress:
 
 
 def train(
-    model, tokens, corpus: Corpus, budget: Budget, folder: Path, *, positions: int, workers: int, save_every: int
-) -> Progress:
+    model, tokens, corpus: Corpus, budget: Budget, folder: Path, positions: int, *,
+    workers: int, save_every: int, micro_batch: int = 0,
+) -> Progress:  # fmt: skip
     """Train for one pass over the corpus: AdamW, linear warm-up, cosine to zero, bf16 autocast; loss on every token.
 
     The state is saved every `save_every` steps and at the end. A resumed training sees the same texts in the same
@@ -46,6 +47,7 @@ def train(
         positions: longest text, in tokens.
         workers: processes that make the texts; 0 makes them here.
         save_every: steps from state to state.
+        micro_batch: texts computed at once, which bounds the memory; 0: a step's texts together.
     """
     import torch
 
@@ -73,12 +75,16 @@ def train(
     while progress.step < steps:
         batch = [torch.tensor(text) for text in itertools.islice(ids, budget.batch)]
         rows = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=tokens.pad_token_id).to(device)
-        with torch.autocast(device.type, torch.bfloat16):
-            logits = model(rows).logits
-        predicted, expected = logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten()
-        loss = torch.nn.functional.cross_entropy(predicted, expected, ignore_index=tokens.pad_token_id)
         optimizer.zero_grad()
-        loss.backward()
+        counted, loss = int((rows[:, 1:] != tokens.pad_token_id).sum()), torch.zeros((), device=device)
+        for part in rows.split(micro_batch or len(rows)):
+            with torch.autocast(device.type, torch.bfloat16):
+                logits = model(part).logits
+            predicted, expected = logits[:, :-1].flatten(0, 1).float(), part[:, 1:].flatten()
+            own = torch.nn.functional.cross_entropy(predicted, expected, ignore_index=tokens.pad_token_id)
+            own = own * (int((expected != tokens.pad_token_id).sum()) / counted)
+            own.backward()
+            loss += own.detach()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

@@ -74,7 +74,7 @@ def log_dataset(name: str, *, digest: str, context: str, n: int, source: str) ->
         source: where they come from, in words or as an address.
     """
     dataset = MetaDataset(CodeDatasetSource(tags={"mlflow.source.name": source}), name=name, digest=digest[:36])
-    mlflow.log_input(dataset, context=context, tags={"n": str(n), "digest": digest})
+    _past_a_race(lambda: mlflow.log_input(dataset, context=context, tags={"n": str(n), "digest": digest}))
     return dataset
 
 
@@ -102,15 +102,18 @@ def tag(key: str, text: str) -> None:
 
 def tag_run(run_id: str, tags: Mapping[str, str]) -> None:
     """Set tags of any run, cut to the length that every store accepts."""
-    cut = [RunTag(name, text[:MAX_TAG]) for name, text in tags.items()]
-    for is_last in (False, True):
-        try:
-            if cut:
-                mlflow.MlflowClient().log_batch(run_id, tags=cut)
-            return
-        except MlflowException as error:  # another process has just set one of them for the first time: both insert it
-            if is_last or error.error_code != "BAD_REQUEST":
-                raise
+    if cut := [RunTag(name, text[:MAX_TAG]) for name, text in tags.items()]:
+        _past_a_race(lambda: mlflow.MlflowClient().log_batch(run_id, tags=cut))
+
+
+def _past_a_race(write: Callable[[], object]) -> None:
+    """Write to the store, once more if another process has just inserted the same row: both find it missing first."""
+    try:
+        write()
+    except MlflowException as error:
+        if error.error_code != "BAD_REQUEST":
+            raise
+        write()
 
 
 def note(tags: Mapping[str, str], metrics: Mapping[str, float], *, step: int) -> None:

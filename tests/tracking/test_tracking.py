@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -16,7 +17,9 @@ import mlflow
 import pandas as pd
 import psutil
 import pytest
+import sqlalchemy.orm
 from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
+from mlflow.store.tracking.dbmodels.models import SqlDataset
 
 import qrl
 from qrl import checkpoint, names, recipe, registry
@@ -224,6 +227,27 @@ def test_a_failing_cell_fails_alone(store):
     assert mlflow.get_run(cell.info.run_id).data.tags["mlflow.parentRunId"] == parent.info.run_id
     assert {metric.run_id for metric in mlflow.get_logged_model(model.model_id).metrics} >= {cell.info.run_id}
     assert mlflow.get_run(parent.info.run_id).inputs.dataset_inputs[0].dataset.name == "arithmetic-heldout"
+
+
+def test_a_dataset_that_another_process_inserts_at_the_same_moment_is_logged(store):
+    inserted = []
+
+    def insert_first(session, *_):
+        for row in [row for row in session.new if isinstance(row, SqlDataset) and not inserted]:
+            inserted.append(row.name)
+            with sqlite3.connect(store.removeprefix("sqlite:///")) as other:
+                columns = ("dataset_uuid", "experiment_id", "name", "digest", "dataset_source_type", "dataset_source")
+                values = ["another", *(getattr(row, column) for column in columns[1:])]
+                other.execute(f"INSERT INTO datasets ({', '.join(columns)}) VALUES (?, ?, ?, ?, ?, ?)", values)
+
+    sqlalchemy.event.listen(sqlalchemy.orm.Session, "before_flush", insert_first)
+    try:
+        with runs.step("evaluate") as run:
+            contents.log_dataset("arithmetic-heldout", digest="e" * 64, context="heldout", n=10, source="generated")
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.orm.Session, "before_flush", insert_first)
+    (logged,) = mlflow.get_run(run.info.run_id).inputs.dataset_inputs
+    assert inserted == [logged.dataset.name]
 
 
 def test_a_run_that_no_step_joined_still_gets_the_reason(store, monkeypatch):

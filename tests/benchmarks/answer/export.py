@@ -42,11 +42,6 @@ def cells(store: str) -> dict[tuple[str, int, str, str], object]:
             return found
 
 
-def models(store: str, base: str, seed: int) -> dict[tuple[str, str], str]:
-    """Return the addresses of a size's models under a seed, by variant and scheme."""
-    return {key[2:]: address(store, run) for key, run in cells(store).items() if key[:2] == (base, seed)}
-
-
 def address(store: str, run) -> str:
     """Return the address of the model that a run made, or evaluated."""
     import mlflow
@@ -70,14 +65,13 @@ def quantized(store: str, base: str, seed: int | None) -> dict[tuple[str, str], 
     return found
 
 
-def trained(store: str, base: str, seed: int, quantization: str) -> str:
-    """Return the address of the model that a training made under a seed, with rollouts in a quantization."""
+def trained(store: str, base: str, seed: int, variant: str, rollouts: str) -> str:
+    """Return the address of the model that the newest training of a variant made, by what its rollouts hold."""
     from mlflow import MlflowClient
 
-    asked = {"model": base, "seed": seed, "rollout.quantization": quantization}
-    query = " and ".join(
-        [FINISHED, f"tags.`{names.TAG_STEP}` = 'train'", *(f"params.`{k}` = '{v}'" for k, v in asked.items())]
-    )
+    asked = {"model": base, "seed": seed, "rollout.quantization": rollouts}
+    words = [FINISHED, f"tags.`{names.TAG_STEP}` = 'train'", f"tags.`{names.TAG_VARIANT}` = '{variant}'"]
+    query = " and ".join([*words, *(f"params.`{key}` = '{value}'" for key, value in asked.items())])
     return address(store, MlflowClient(store).search_runs(["0"], query)[0])
 
 

@@ -3,9 +3,9 @@
     python tests/benchmarks/answer/run.py WORK --sizes m3,m10 --seeds 0,1 --lanes 4   # on one GPU
     python tests/benchmarks/answer/run.py WORK --check                                # qrl-tiny and two seeds on a CPU
 
-Each size and seed is one lane's work: commands of qrl, whose output goes to WORK/logs. A lane's arms are trained side
-by side, each by a sweep of its own. Meanwhile the bases are quantized and evaluated, and GRPO is trained with FP8
-rollouts. A sweep reuses what is ready when it needs it. A second call does what is left.
+Each size and seed is one lane's work: commands of qrl, whose output goes to WORK/logs. A lane's variants are trained,
+quantized and evaluated side by side, with an engine each. A sweep over all arms comes last, and reuses what is ready.
+A second call does what is left.
 """
 
 import argparse
@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import export
 import why
 
+from qrl import names, tiny
 from qrl import recipe as recipes
-from qrl import tiny
 from qrl.tiny.make import RECORD
 
 SIZES = {  # layers, hidden, steps of 512 texts, learning rate of GRPO
@@ -41,6 +41,9 @@ SIZES = {  # layers, hidden, steps of 512 texts, learning rate of GRPO
 SLIPS = {"": 0.7, "-pretrained": 0.4}  # errors in the text: of the base, and of the control that is more accurate
 ACCURACY = (0.60, 0.72)  # of a base; else it is made in twice the steps, once
 ENDED = (0, 3)  # 3: a gate refused a stage, after everything else
+FP8 = "grpo-fp8"
+TRAINED = {names.GRPO: (names.GRPO, "none"), names.SFT: (names.SFT, "none"), FP8: (names.GRPO, "fp8")}
+# Variant → its tag in the store, what its rollouts are quantized to.
 ARMS = ("sft", "tiny-qlora", "qat-int4", "qad-int4")
 CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
     "--device cpu --train.steps 2 --train.prompts_per_step 4 --quantize.schemes rtn-int4,gptq-int3 "
@@ -108,55 +111,74 @@ class Work:
         recipe = ["--recipe", self.recipe, "--train.learning_rate", str(shape[3]), *self.more]
         base = str(self.folder / "models" / size)
 
-        def sweep(name: str, *chosen: str) -> bool:
+        def sweep(name: str, *chosen: str) -> None:
             words = ["--models", base, "--seeds", str(seed), "--arms", ",".join(chosen), "--yes"]
-            return self.qrl(f"{name}-{size}-{seed}", "sweep", *recipe, *words)
+            self.qrl(f"{name}-{size}-{seed}", "sweep", *recipe, *words)
 
-        alone = len(self.arms) <= 1
-        work = [partial(sweep, "sweep" if alone else f"arm-{arm}", arm) for arm in self.arms]
+        variants = [names.GRPO, *({names.SFT} & set(self.arms))] if self.arms else []
+        variants += [FP8] if self.fp8 else []
+        work = [partial(self.trained, variant, base, seed, recipe) for variant in variants]
         work += [partial(self.untrained, size, suffix, seed, recipe) for suffix in slips]
-        work += [partial(self.fp8_rollouts, size, seed, recipe)] if self.fp8 else []
+        work += [partial(sweep, f"arm-{arm}", arm) for arm in self.arms if arm != names.SFT]
         with ThreadPoolExecutor(len(work)) as side_by_side:
             jobs = [side_by_side.submit(each) for each in work]
-        if self.arms and (jobs[0].result() if alone else sweep("sweep", *self.arms)):
-            models = export.models(self.store, base, seed)
-            full = models[("grpo", "full")]
-            quantized = [f"{v}:{q}={a}" for (v, q), a in models.items() if v in ("base", "grpo") and q != "full"]
-            words = ["--model", base, "--seed", str(seed), "--base", base, "--trained", full]
-            words += ["--quantized", ",".join(quantized), "--out", str(self.folder / "weights" / f"{size}-{seed}")]
-            self.qrl(f"diagnose-{size}-{seed}", "diagnose", *recipe, *words, "--diagnose.behaviour", "64")
+        if self.arms:
+            sweep("sweep", *self.arms)
         for job in jobs:
             job.result()  # raises what a job has raised
 
     def untrained(self, size: str, suffix: str, seed: int, recipe: Sequence[str]) -> None:
         """Make the cells of a base, or of `pretrained`, made of text with fewer errors."""
         model = str(self.folder / "models" / (size + suffix))
-        self.cells("pretrained" if suffix else "base", model, model, seed, recipe)
+        self.cells("pretrained" if suffix else names.BASE, model, model, seed, recipe)
 
-    def fp8_rollouts(self, size: str, seed: int, recipe: Sequence[str]) -> None:
-        """Train with FP8 rollouts, and make the cells."""
-        base = str(self.folder / "models" / size)
-        words = ["--model", base, "--seed", str(seed), "--rollout.quantization", "fp8"]
-        if self.qrl(f"train-fp8-{size}-{seed}", "train", *recipe, *words):
-            self.cells("grpo-fp8", export.trained(self.store, base, seed, "fp8"), base, seed, recipe)
+    def trained(self, variant: str, base: str, seed: int, recipe: Sequence[str]) -> None:
+        """Train a variant and make its cells; measure the weights of GRPO meanwhile."""
+        tag, rollouts = TRAINED[variant]
+        words = ["--model", base, "--seed", str(seed), "--rollout.quantization", rollouts]
+        words += ["--train.algorithm", "sft"] if variant == names.SFT else []
+        if not self.qrl(f"train-{variant}-{Path(base).name}-{seed}", "train", *recipe, *words):
+            return
+        model = export.trained(self.store, base, seed, tag, rollouts)
+        work = [partial(self.cells, variant, model, base, seed, recipe)]
+        work += [partial(self.diagnose, model, base, seed, recipe)] if variant == names.GRPO else []
+        with ThreadPoolExecutor(len(work)) as side_by_side:
+            for job in [side_by_side.submit(each) for each in work]:
+                job.result()
 
-    def cells(self, variant: str, model: str, base: str, seed: int, recipe: Sequence[str]) -> None:
-        """Quantize a model, made from a base, into the recipe's schemes, and evaluate all of its cells.
+    def diagnose(self, model: str, base: str, seed: int, recipe: Sequence[str]) -> None:
+        """Measure GRPO's weights, and what they and the base's are stored as, once they are."""
+        stored = self.quantize(names.BASE, base, base, seed, recipe) | self.quantize(
+            names.GRPO, model, base, seed, recipe
+        )
+        words = ["--model", base, "--seed", str(seed), "--base", base, "--trained", model]
+        words += ["--quantized", ",".join(f"{cell}={each}" for cell, each in stored.items())]
+        words += ["--out", str(self.folder / "weights" / f"{Path(base).name}-{seed}"), "--diagnose.behaviour", "64"]
+        self.qrl(f"diagnose-{Path(base).name}-{seed}", "diagnose", *recipe, *words)
 
-        One that was not trained under the seed is quantized once for all seeds.
+    def quantize(self, variant: str, model: str, base: str, seed: int, recipe: Sequence[str]) -> dict[str, str]:
+        """Quantize a model, made from a base, into the recipe's schemes; return addresses by cell.
+
+        One that was not trained under the seed is quantized once for all seeds. A second call waits for the first.
         """
-        unit, own = f"{variant}-{Path(base).name}-{seed}", [*recipe, "--model", base, "--seed", str(seed)]
-        words = ["--scheme", self.schemes, "--models", f"{variant}={model}"]
-        alike = model == base
+        untrained = model == base
         with self.lock:
             storing = self.storing.setdefault(model, threading.Lock())
+        name = f"quantize-{variant}-{Path(base).name}" + ("" if untrained else f"-{seed}")
+        words = ["--model", base, "--seed", str(seed), "--scheme", self.schemes, "--models", f"{variant}={model}"]
         with storing:
-            stored = self.qrl(f"quantize-{unit.rpartition('-')[0] if alike else unit}", "quantize", *own, *words)
-        if stored:
-            made = export.quantized(self.store, base, None if alike else seed)
-            listed = {f"{variant}:full": model} | {f"{v}:{q}": each for (v, q), each in made.items() if v == variant}
-            words = ["--cells", ",".join(f"{cell}={each}" for cell, each in listed.items())]
-            self.qrl(f"evaluate-{unit}", "evaluate", *own, *words)
+            if not self.qrl(name, "quantize", *recipe, *words):
+                return {}
+        made = export.quantized(self.store, base, None if untrained else seed)
+        return {f"{v}:{q}": each for (v, q), each in made.items() if v == variant}
+
+    def cells(self, variant: str, model: str, base: str, seed: int, recipe: Sequence[str]) -> None:
+        """Quantize a model, made from a base, and evaluate all of its cells."""
+        if made := self.quantize(variant, model, base, seed, recipe):
+            listed = {f"{variant}:full": model} | made
+            words = ["--model", base, "--seed", str(seed)]
+            words += ["--cells", ",".join(f"{cell}={each}" for cell, each in listed.items())]
+            self.qrl(f"evaluate-{variant}-{Path(base).name}-{seed}", "evaluate", *recipe, *words)
 
 
 def main() -> None:
