@@ -19,6 +19,7 @@ BLOCK = re.compile(r"(?<=<!-- tree -->\n\n```\n).*?(?=```)", re.DOTALL)
 SHOWN = ("qrl", "tests")
 CLOSED = {  # folders that the tree shows as one line
     "qrl/tiny/model": "weights, tokenizer, model card",
+    "tests/benchmarks/answer/export": "answers by question and cell, measures of weights",
     "tests/cases": "cases as data: graders, logs of other tools",
 }
 COLUMN, LONGEST = 34, 90  # where clauses begin, and their longest, in characters

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "answer"))
 
 import report
 import run
+import tables
 import why
 
 SIZES, SEEDS, N = ("m3", "m25"), (0, 1, 2), 400
@@ -163,8 +164,19 @@ def test_a_measure_that_orders_the_losses_has_a_correlation_of_one(frame):
 
 def test_exports_of_several_sessions_are_joined_once(frame, tmp_path):
     for name, seeds in (("first", (0, 1)), ("second", (1, 2))):
-        (tmp_path / name).mkdir()
-        frame[frame["seed"].isin(seeds)].to_parquet(tmp_path / name / "outcomes.parquet")
-    joined = report.read([tmp_path / "first", tmp_path / "second"], "outcomes.parquet")
-    assert len(joined) == len(frame)
-    assert report.read([tmp_path / "first"], "weights.parquet") is None
+        tables.write(tmp_path / name, frame[frame["seed"].isin(seeds)])
+    last = frame[frame["seed"] == 2].assign(correct=1, scheme="w8a16", variant="qlora").astype({"correct": "int8"})
+    last = last.drop_duplicates(tables.ROW)
+    tables.write(tmp_path / "third", last)
+    joined = tables.answers([tmp_path / name for name in ("first", "second", "third")])
+    keys = [*tables.ROW, "variant", "scheme"]
+    whole = pd.concat([frame, last]).sort_values(keys).reset_index(drop=True)
+    assert joined.sort_values(keys).reset_index(drop=True)[whole.columns].astype(str).equals(whole.astype(str))
+    assert tables.measures([tmp_path / "first"], "weights") is None
+
+
+def test_a_cell_that_two_exports_hold_comes_from_the_last(frame, tmp_path):
+    rows = frame.head(1).assign(correct=0)
+    tables.write(tmp_path / "first", rows)
+    tables.write(tmp_path / "second", rows.assign(correct=1))
+    assert list(tables.answers([tmp_path / "first", tmp_path / "second"])["correct"]) == [1]

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import pandas as pd
+import tables
 
 from qrl import names
 from qrl.tracking import reuse
 
-KEPT = ("variant", "scheme", "question", "correct", "n_tokens", "finish_reason")
+KEPT = ["question", "correct", "n_tokens", "finish_reason"]
 FINISHED = "attributes.status = 'FINISHED'"
 
 
@@ -76,36 +78,34 @@ def trained(store: str, base: str, seed: int, variant: str, rollouts: str) -> st
 
 
 def write(store: str, weights: Path, out: Path) -> None:
-    """Write `outcomes.parquet` (size, seed and KEPT, a row per question of a cell) and `weights.parquet`.
+    """Write a sweep's answers, and the measures of its weights, as an export.
 
     Args:
         store: address of the sweep's store.
         weights: folder of `diagnose`'s tables, SIZE-SEED.
-        out: folder for both files.
+        out: folder of the export.
     """
     from mlflow.artifacts import download_artifacts
 
-    out.mkdir(parents=True, exist_ok=True)
-    frames = []
+    frames, whole = [], []
     for (base, seed, variant, scheme), run in cells(store).items():
-        rows = pd.read_parquet(download_artifacts(f"{run.info.artifact_uri}/{names.QUESTIONS}"), columns=list(KEPT))
+        rows = pd.read_parquet(download_artifacts(f"{run.info.artifact_uri}/{names.QUESTIONS}"), columns=KEPT)
         size = Path(base).name.partition("-")[0]
-        frames.append(rows.assign(size=size, seed=seed, variant=variant, scheme=scheme))
-    if frames:
-        table = pd.concat(frames, ignore_index=True)
-        for column in ("size", "variant", "scheme", "question", "finish_reason"):
-            table[column] = table[column].astype("category")
-        table = table.astype({"correct": "int8", "n_tokens": "int16", "seed": "int8"})
-        table.to_parquet(out / "outcomes.parquet", compression="zstd")
-        print(f"{out / 'outcomes.parquet'}: {len(table):,} answers of {len(frames)} cells", flush=True)
+        labels = {"size": size, "seed": seed, "variant": variant, "scheme": scheme}
+        frames.append(rows[["question", "correct"]].assign(**labels))
+        truncated = float((rows["finish_reason"] == "length").mean())
+        whole.append(labels | {"n": len(rows), "n_tokens": float(rows["n_tokens"].mean()), "truncated": truncated})
     measured = []
     for folder in sorted(weights.glob("*-*")):
         size, _, seed = folder.name.partition("-")
         for file in (names.STORED, names.WEIGHTS, names.BEHAVIOUR):
             if (folder / file).is_file():
                 measured.append(pd.read_parquet(folder / file).assign(size=size, seed=int(seed), table=Path(file).stem))
+    if frames:
+        print(f"{out}: {sum(map(len, frames)):,} answers of {len(frames)} cells", flush=True)
+        tables.write(out, pd.concat(frames, ignore_index=True), cells=pd.DataFrame(whole))
     if measured:
-        pd.concat(measured, ignore_index=True).to_parquet(out / "weights.parquet", compression="zstd")
+        tables.write(out, weights=pd.concat(measured, ignore_index=True))
 
 
 if __name__ == "__main__":

@@ -8,14 +8,16 @@ sizes is one contrast of cells: paired by question, over seeds (random) and ques
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
 import pandas as pd
+import tables
 
 from qrl import names
 from qrl.compare.outcomes import outcomes
@@ -38,11 +40,6 @@ METHODS = (
 PARAMETERS = {"m3": 2.5e6, "m10": 8e6, "m25": 24e6, "m200": 200e6}
 MEASURES = ("relative_mse", "code_flip_rate", "update_survival", "update_cosine")  # per cell of grpo, over matrices
 BEHAVIOUR = ("kl", "top1_agreement")  # per cell of grpo, on held-out solutions
-KEYS = {  # beside those of a cell
-    "outcomes.parquet": ["question"],
-    "weights.parquet": ["table", "tensor", "layer"],
-    "why.parquet": ["tensor", "other"],
-}
 Cell = tuple[str, str, str]  # size, variant, scheme
 Weights = dict[Cell, float]
 
@@ -381,29 +378,17 @@ def page(frame: pd.DataFrame, weights: pd.DataFrame | None, why: pd.DataFrame | 
     return answers, "\n".join(lines)
 
 
-def read(exports: Sequence[Path], name: str) -> pd.DataFrame | None:
-    """Return one table of several exports; a cell that several have comes from the last."""
-    found = [pd.read_parquet(folder / name) for folder in exports if (folder / name).is_file()]
-    if not found:
-        return None
-    keys = ["size", "seed", "variant", "scheme", *KEYS[name]]
-    joined: Mapping = pd.concat(
-        [each.astype({key: str for key in keys if key in each and key != "seed"}) for each in found]
-    )
-    return joined.drop_duplicates([key for key in keys if key in joined], keep="last", ignore_index=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("exports", help="folders of export.py, by comma")
     parser.add_argument("--out", type=Path, required=True, help="folder for tables.md, bits.png and excess.png")
     given = parser.parse_args()
     exports = [Path(part) for part in given.exports.split(",")]
-    frame = read(exports, "outcomes.parquet")
-    if frame is None:
-        sys.exit(f"{given.exports} holds no outcomes.parquet: run.py or export.py writes it.")
+    frame = tables.answers(exports)
+    if frame.empty:
+        sys.exit(f"{given.exports} holds no correct.parquet: run.py or export.py writes it.")
     given.out.mkdir(parents=True, exist_ok=True)
-    answers, text = page(frame, read(exports, "weights.parquet"), read(exports, "why.parquet"))
+    answers, text = page(frame, tables.measures(exports, "weights"), tables.measures(exports, "why"))
     (given.out / "tables.md").write_text(text + "\n", encoding="utf-8")
     draw(answers, given.out / "bits.png")
     draw_excess(answers, given.out / "excess.png")

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import export
 import pandas as pd
+import tables
 import torch
 
 from qrl import checkpoint, names
@@ -161,11 +162,9 @@ def write(work: Path) -> None:
         frame = pd.DataFrame(measure(dict(checkpoint.tensors(base, wanted)), variants, device))
         frames.append(frame.assign(size=Path(base).name))
         print(f"{Path(base).name}: {len(wanted)} matrices of {len(variants)} models", flush=True)
-    out = work / "export" / "why.parquet"
-    out.parent.mkdir(parents=True, exist_ok=True)
     frames.append(pd.DataFrame(masters(store)))
     if by_size:
-        pd.concat(frames, ignore_index=True).to_parquet(out, compression="zstd")
+        tables.write(work / "export", why=pd.concat(frames, ignore_index=True))
 
 
 def main() -> None:

@@ -1,0 +1,84 @@
+"""The files of an export: which answers were right, how long they are, and the measures of weights.
+
+    python tests/benchmarks/answer/tables.py EXPORT,EXPORT OUT     # joins; of a cell in several, the last is kept
+
+`correct.parquet` has a row for each size, seed and question, and a column for each variant:scheme. Answers to one
+question stand side by side, and take a tenth of the space that a row for each would. `cells.parquet` has what is known
+of each cell's answers as a whole.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+
+ROW = ["size", "seed", "question"]
+CELL = ["size", "seed", "variant", "scheme"]
+TABLES = {  # file → its keys
+    "cells": CELL,  # questions, mean n_tokens, share truncated
+    "weights": [*CELL, "table", "tensor", "layer"],
+    "why": [*CELL, "tensor", "other"],
+}
+
+
+def write(folder: Path, outcomes: pd.DataFrame | None = None, **measured: pd.DataFrame) -> None:
+    """Write an export, or parts of one.
+
+    Args:
+        folder: made if it is missing.
+        outcomes: a row per answer: those of ROW, variant, scheme, and correct.
+        measured: further files, named in TABLES.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if outcomes is not None:
+        labels = outcomes["variant"].astype(str) + ":" + outcomes["scheme"].astype(str)
+        wide = outcomes.assign(cell=labels).pivot_table("correct", ROW, "cell", observed=True, aggfunc="first")
+        _store(wide.astype("Int8").reset_index(), folder / "correct.parquet")
+    for name, table in measured.items():
+        _store(table, folder / f"{name}.parquet")
+
+
+def _store(table: pd.DataFrame, path: Path) -> None:
+    table.to_parquet(path, compression="zstd", compression_level=19, index=False)
+
+
+def answers(exports: Sequence[Path]) -> pd.DataFrame:
+    """Return a row per answer of several exports: size, seed, question, correct, variant, scheme."""
+    parts = []
+    for path in (folder / "correct.parquet" for folder in exports):
+        if path.is_file():
+            wide = pd.read_parquet(path).set_index(ROW).rename_axis(columns="cell")
+            parts.append(wide.stack().dropna().rename("correct").reset_index())
+    if not parts:
+        return pd.DataFrame()
+    rows = pd.concat(parts, ignore_index=True)
+    rows[["variant", "scheme"]] = rows.pop("cell").str.split(":", n=1, expand=True)
+    rows = rows.drop_duplicates([*ROW, "variant", "scheme"], keep="last", ignore_index=True)
+    return rows.astype({"correct": "int8"})
+
+
+def measures(exports: Sequence[Path], name: str) -> pd.DataFrame | None:
+    """Return one of TABLES, of several exports; a later one's rows replace a former's."""
+    paths = [folder / f"{name}.parquet" for folder in exports]
+    found = [pd.read_parquet(path) for path in paths if path.is_file()]
+    if not found:
+        return None
+    keys = [key for key in TABLES[name] if any(key in table for table in found)]
+    texts = [key for key in keys if key not in ("seed", "layer", "other")]
+    joined = pd.concat([table.astype({key: str for key in texts if key in table}) for table in found])
+    return joined.drop_duplicates(keys, keep="last", ignore_index=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("exports", help="folders, by comma")
+    parser.add_argument("out", type=Path)
+    given = parser.parse_args()
+    exports = [Path(part) for part in given.exports.split(",")]
+    found = {name: table for name in TABLES if (table := measures(exports, name)) is not None}
+    write(given.out, answers(exports), **found)
+
+
+if __name__ == "__main__":
+    main()
