@@ -111,12 +111,16 @@ def primary(answers: Answers) -> list[str]:
             name = f"**{scheme}** (primary)" if scheme == PRIMARY else scheme
             body.append([name, interval(value), answer(value) if scheme == PRIMARY else "exploratory"])
     by_size = [
-        [size, interval(value)] for size in answers.sizes if (value := answers.contrast(excess([size], PRIMARY, BASE)))
+        [scheme, *(interval(value) if value else "" for value in values)]
+        for scheme in answers.schemes()
+        if any(values := [answers.contrast(excess([size], scheme, BASE)) for size in answers.sizes])
     ]
+    missing = [size for size in PARAMETERS if size not in answers.sizes]
     return [
         *("## 1. Does GRPO change what quantization costs?", ""),
+        *([f"**Not the design's answer**, for which {', '.join(missing)} are missing.", ""] if missing else []),
         *_shown(("scheme", "loss(grpo) − loss(base), mean over sizes", "answer"), body),
-        *("", f"By size, under {PRIMARY}:", "", *_shown(("size", "loss(grpo) − loss(base)"), by_size), ""),
+        *("", "By size:", "", *_shown(("scheme", *answers.sizes), by_size), ""),
     ]
 
 
@@ -299,6 +303,19 @@ def _spread(part: pd.DataFrame, key: str) -> str:
     return f"{np.mean(by_seed):.3g} ({min(by_seed):.3g} to {max(by_seed):.3g})"
 
 
+def accuracies(frame: pd.DataFrame, schemes: Sequence[str]) -> list[str]:
+    """Return every cell's accuracy, mean over seeds, and in percent what it is of full precision's."""
+    mean = frame.groupby(["size", "variant", "scheme"], observed=True)["correct"].mean()
+    body = []
+    for size in sorted(frame["size"].unique(), key=PARAMETERS.__getitem__):
+        for variant in (BASE, *CONTROLS, GRPO):
+            if full := mean.get((size, variant, FULL)):
+                held = [mean.get((size, variant, scheme)) for scheme in schemes]
+                shown = ["" if value is None else f"{value:.3f} ({value / full:.0%})" for value in held]
+                body.append([size, variant, f"{full:.3f}", *shown])
+    return ["## 8. Accuracy of every cell", "", *_shown(("size", "weights", FULL, *schemes), body), ""]
+
+
 def draw_excess(answers: Answers, out: Path) -> None:
     """Draw, for every scheme, how much more it costs grpo than the base and both controls."""
     import matplotlib
@@ -342,7 +359,7 @@ def draw(answers: Answers, out: Path) -> None:
 
     figure, axes = plt.subplots(1, len(answers.sizes), figsize=(3 * len(answers.sizes), 3), sharey=True, squeeze=False)
     for axis, size in zip(axes[0], answers.sizes, strict=True):
-        for shift, variant in ((-0.12, BASE), (0.0, names.SFT), (0.12, GRPO)):
+        for shift, variant in ((-0.06, BASE), (0.0, names.SFT), (0.06, GRPO)):
             values = [answers.contrast(loss(size, variant, scheme)) for scheme in CLIFF]
             points = [(place + shift, value) for place, value in enumerate(values) if value]
             if points:
@@ -375,6 +392,7 @@ def page(frame: pd.DataFrame, weights: pd.DataFrame | None, why: pd.DataFrame | 
         lines += correlations(predictors(frame, weights))
     if why is not None:
         lines += movement(why)
+    lines += accuracies(frame, answers.schemes())
     return answers, "\n".join(lines)
 
 
