@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from qrl import checkpoint, tiny, workspace
 from qrl.engine import hf
-from qrl.errors import BadInput
+from qrl.errors import BadInput, QrlError
 from qrl.tasks import arithmetic, grade, load, prompt
 from qrl.tiny import corpus, make, shape, train
 from qrl.tiny import tokenizer as tokenizers
@@ -252,6 +252,27 @@ def test_texts_computed_in_parts_give_the_same_update_up_to_rounding(place, toke
 
     for whole, parts in zip(update(0), update(3), strict=True):  # 0.04 in bf16; parts of equal weight would give 0.5
         assert (whole - parts).norm() < 0.2 * whole.norm()
+
+
+@pytest.mark.parametrize("room", [2, 1])
+def test_memory_that_runs_out_halves_the_texts_once(place, monkeypatch, capsys, room):
+    tried, real = [], train.train
+
+    def within(*args, micro_batch: int, **limits):
+        tried.append(micro_batch)
+        if micro_batch > room:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 182.00 MiB.")
+        return real(*args, micro_batch=micro_batch, **limits)
+
+    monkeypatch.setattr(make, "train", within)
+    arguments = (place / "model", SMALL, Corpus(), Budget(steps=1, batch=4))
+    if room == 1:
+        with pytest.raises(QrlError, match="--micro-batch = 4, and with 2: free memory"):
+            make.make(*arguments, **MADE)
+    else:
+        make.make(*arguments, **MADE)
+        assert "--micro-batch = 4" in capsys.readouterr().out and (place / "model").is_dir()
+    assert tried == [4, 2]
 
 
 @pytest.mark.process

@@ -12,6 +12,7 @@ import sys
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -24,6 +25,9 @@ from qrl.tiny.corpus import Corpus
 from qrl.tiny.shape import LONGEST, SMALLEST_VOCABULARY, TYPES, Shape, new_model
 from qrl.tiny.train import Budget, Progress, train
 from qrl.workspace import workspace, written_whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 HELDOUT_SEED = 0
 SPARE = 16  # tokens that an answer may have beyond the longest right one
@@ -58,7 +62,7 @@ def _option(name: str, default, text: str, kind=None, **more):
 @_option("--seed", 0, "Seed of initial weights, corpus and order.")
 @_option("--steps", 1000, "Optimizer steps; 0 leaves the weights random.", click.IntRange(0))
 @_option("--batch", 512, "Texts in one step; each text is used once.", COUNT)
-@_option("--micro-batch", 0, "Texts computed at once, which bounds the memory; 0: all of a step.", click.IntRange(0))
+@_option("--micro-batch", 0, "Texts computed at once; 0: all of a step, or half if memory runs out.", click.IntRange(0))
 @_option("--learning-rate", 2e-3, "AdamW's peak, reached after 5 % of the steps.", click.FloatRange(0, min_open=True))
 @_option("--weight-decay", 0.1, "AdamW's weight decay, for matrices.", click.FloatRange(0))
 @_option("--heldout", 2000, "Held-out questions for each prompt.", click.IntRange(2))
@@ -88,10 +92,12 @@ def make(
 
     Raises:
         BadInput: the settings are impossible, the folder holds something else, or other settings were begun there.
+        QrlError: memory runs out for half of the texts, too.
     """
     import torch
 
     from qrl.engine import device as devices
+    from qrl.engine import memory
 
     process.hush_transformers()
     shape, place = shape.whole(), devices.choose(device)
@@ -105,17 +111,22 @@ def make(
     with workspace(f"tiny-{own}", keep_on_error=True) as work:
         _same_settings(work, settings)
         tokens = _tokenizer(work / "tokenizer", shape, corpus)
-        torch.manual_seed(corpus.seed)
-        with torch.device("cpu" if budget.steps else place):  # a CPU takes minutes to draw the weights of 8 B
-            model = new_model(shape, tokens).to(place)
-        print(
-            f"{shape.type}, {model.num_parameters():,} parameters, {len(tokens):,} of {shape.vocab:,} tokens used; "
-            f"{budget.steps:,} steps of {budget.batch:,} texts on {place}",
-            flush=True,
-        )
-        limits = {"workers": workers, "save_every": save_every, "micro_batch": micro_batch}
-        positions = shape.positions
-        progress = train(model, tokens, corpus, budget, work, positions, **limits) if budget.steps else Progress()
+
+        def trained(texts: int) -> "tuple[PreTrainedModel, Progress]":
+            torch.manual_seed(corpus.seed)
+            with torch.device("cpu" if budget.steps else place):  # a CPU takes minutes to draw the weights of 8 B
+                model = new_model(shape, tokens).to(place)
+            print(
+                f"{shape.type}, {model.num_parameters():,} parameters, {len(tokens):,} of {shape.vocab:,} tokens used; "
+                f"{budget.steps:,} steps of {budget.batch:,} texts on {place}",
+                flush=True,
+            )
+            limits = {"workers": workers, "save_every": save_every, "micro_batch": texts}
+            if not budget.steps:
+                return model, Progress()
+            return model, train(model, tokens, corpus, budget, work, shape.positions, **limits)
+
+        model, progress = memory.halved(trained, micro_batch or budget.batch, "--micro-batch")
         shutil.rmtree(work / "model", ignore_errors=True)  # of a try that was killed after it
         with written_whole(work / "model") as folder:
             shutil.copytree(work / "tokenizer", folder)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -32,11 +33,23 @@ from qrl import names, tiny
 from qrl import recipe as recipes
 from qrl.tiny.make import RECORD
 
-SIZES = {  # layers, hidden, steps of 512 texts, learning rate of GRPO
-    "m3": (4, 256, 1000, 2e-5),
-    "m10": (6, 384, 1000, 2e-5),
-    "m25": (10, 512, 800, 2e-5),
-    "m200": (16, 1152, 800, 1e-5),
+
+class Size(NamedTuple):
+    """A shape, how it is made, and how GRPO trains it."""
+
+    layers: int
+    hidden: int
+    steps: int  # of 512 texts
+    learning_rate: float
+    texts: int = 0  # computed at once while the model is made; 0: all
+    micro_batch: int = 128  # sequences at once in training; with both, m200 fits a GPU of 80 GB beside other jobs
+
+
+SIZES = {
+    "m3": Size(4, 256, 1000, 2e-5),
+    "m10": Size(6, 384, 1000, 2e-5),
+    "m25": Size(10, 512, 800, 2e-5),
+    "m200": Size(16, 1152, 800, 1e-5, texts=128, micro_batch=32),
 }
 SLIPS = {"": 0.7, "-pretrained": 0.4}  # errors in the text: of the base, and of the control that is more accurate
 ACCURACY = (0.60, 0.72)  # of a base; else it is made in twice the steps, once
@@ -44,10 +57,12 @@ ENDED = (0, 3)  # 3: a gate refused a stage, after everything else
 FP8 = "grpo-fp8"
 TRAINED = {names.GRPO: (names.GRPO, "none"), names.SFT: (names.SFT, "none"), FP8: (names.GRPO, "fp8")}
 # Variant → its tag in the store, what its rollouts are quantized to.
+PACKED = ("int8", "fp8", "nvfp4")  # round activations, so each needs an engine of its own
 ARMS = ("sft", "tiny-qlora", "qat-int4", "qad-int4")
 CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
-    "--device cpu --train.steps 2 --train.prompts_per_step 4 --quantize.schemes rtn-int4,gptq-int3 "
-    "--quantize.calibration_samples 4 --quantize.calibration_seed 0 --evaluate.n 60 --evaluate.batch_size 60"
+    "--device cpu --train.steps 2 --train.prompts_per_step 4 --train.micro_batch 32 --evaluate.n 60 "
+    "--evaluate.batch_size 60 --quantize.schemes rtn-int4,gptq-int3 --quantize.calibration_samples 4 "
+    "--quantize.calibration_seed 0"
 )
 
 
@@ -86,16 +101,16 @@ class Work:
             done.touch()
         return code in ENDED
 
-    def make(self, size: str, shape: tuple, *, device: str, slip: float, suffix: str) -> bool:
+    def make(self, size: str, shape: Size, *, device: str, slip: float, suffix: str) -> bool:
         """Make a model of one size; its texts have errors in a share `slip` of one kind of step."""
         if self.check:
             shutil.copytree(tiny.PATH, self.folder / "models" / (size + suffix), dirs_exist_ok=True)
             return True
-        layers, hidden, steps, _ = shape
         model = self.folder / "models" / (size + suffix)
         words = ["--out", str(model), "--type", "qwen2", "--positions", "512", "--vocab", "640", "--device", device]
-        words += ["--layers", str(layers), "--hidden", str(hidden), "--slip", str(slip)]
-        if not self.qrl(f"make-{size}{suffix}", *words, "--steps", str(steps), module="qrl.tiny.make"):
+        words += ["--layers", str(shape.layers), "--hidden", str(shape.hidden), "--slip", str(slip)]
+        words += ["--micro-batch", str(shape.texts)]
+        if not self.qrl(f"make-{size}{suffix}", *words, "--steps", str(shape.steps), module="qrl.tiny.make"):
             return False
         longer, record = f"make-{size}-longer", model / RECORD
         if record.is_file():  # else the second making was interrupted
@@ -104,11 +119,12 @@ class Work:
             if suffix or ACCURACY[0] <= accuracy <= ACCURACY[1] or (self.folder / "logs" / f"{longer}.done").exists():
                 return True
             shutil.rmtree(model)
-        return self.qrl(longer, *words, "--steps", str(2 * steps), module="qrl.tiny.make")
+        return self.qrl(longer, *words, "--steps", str(2 * shape.steps), module="qrl.tiny.make")
 
-    def unit(self, size: str, shape: tuple, seed: int, slips: Sequence[str]) -> None:
+    def unit(self, size: str, shape: Size, seed: int, slips: Sequence[str]) -> None:
         """Train and evaluate one size under one seed, and measure its weights."""
-        recipe = ["--recipe", self.recipe, "--train.learning_rate", str(shape[3]), *self.more]
+        recipe = ["--recipe", self.recipe, "--train.learning_rate", str(shape.learning_rate)]
+        recipe += ["--train.micro_batch", str(shape.micro_batch), *self.more]
         base = str(self.folder / "models" / size)
 
         def sweep(name: str, *chosen: str) -> None:
@@ -176,9 +192,15 @@ class Work:
         """Quantize a model, made from a base, and evaluate all of its cells."""
         if made := self.quantize(variant, model, base, seed, recipe):
             listed = {f"{variant}:full": model} | made
-            words = ["--model", base, "--seed", str(seed)]
-            words += ["--cells", ",".join(f"{cell}={each}" for cell, each in listed.items())]
-            self.qrl(f"evaluate-{variant}-{Path(base).name}-{seed}", "evaluate", *recipe, *words)
+            packed = {cell: each for cell, each in listed.items() if cell.partition(":")[2] in PACKED}
+            groups = {"evaluate": {cell: listed[cell] for cell in listed.keys() - packed.keys()}, "packed": packed}
+            with ThreadPoolExecutor(len(groups)) as side_by_side:
+                for step, cells in groups.items():
+                    words = ["--model", base, "--seed", str(seed)]
+                    words += ["--cells", ",".join(f"{cell}={cells[cell]}" for cell in sorted(cells))]
+                    name = f"{step}-{variant}-{Path(base).name}-{seed}"
+                    if cells:
+                        side_by_side.submit(self.qrl, name, "evaluate", *recipe, *words)
 
 
 def main() -> None:
