@@ -14,7 +14,7 @@ import pandas as pd
 
 from qrl import checkpoint, names, registry, source, stats, tasks
 from qrl.compare.validate import check_compatible
-from qrl.errors import BadInput, GateRefused
+from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.evaluate import scores
 from qrl.recipe import Recipe
 from qrl.recipe.stages import Stage
@@ -167,9 +167,20 @@ def _promote_one(
         registry.refuse(name, stage.stage, version.version, record=record)
         raise GateRefused(f"{decision} The stage remains as it was.")
     registry.promote(name, stage, version.version, record=record, expected=looked_at)
-    held = past.state.at.get(stage.stage)
-    former = f", instead of version {held}, to which --rollback returns" if held not in (None, version.version) else ""
+    former = _former(name, past, stage.stage, version, candidate)
     return f"{stage.stage} is version {version.version} of {name}{former}. {' '.join(decision.reasons)}"
+
+
+def _former(name: str, past: History, stage: str, version: versions.Version, candidate: Evaluated) -> str:
+    """Return a clause on the version that held a stage before; empty if there is none."""
+    held = past.state.at.get(stage)
+    if held in (None, version.version):
+        return ""
+    others = ""
+    with contextlib.suppress(QrlError):  # an evaluation that is gone
+        if _evaluation(registry.resolve(name, held, past), stage).questions != candidate.questions:
+            others = ", evaluated on other questions"
+    return f", instead of version {held}{others}, to which --rollback returns"
 
 
 def _measured(cell: Evaluated, stage: Stage) -> Evaluated:

@@ -21,8 +21,9 @@ def evaluated(store, tiny_checkpoint, tmp_path):
     """Return a maker of evaluated cells of somebody's model in the folder my-llama; `changed` makes other weights."""
 
     def make(
-        cell: str, parent: str = "", changed: str = "", chat: str = "", finish_reason: str = "stop", **settings: str
-    ) -> tuple[str, str]:
+        cell: str, parent: str = "", changed: str = "", chat: str = "", finish_reason: str = "stop",
+        questions: str = "of the questions", **settings: str,
+    ) -> tuple[str, str]:  # fmt: skip
         folder = tmp_path / (changed or "my-llama")
         if not folder.exists():
             shutil.copytree(tiny_checkpoint, folder)
@@ -36,11 +37,9 @@ def evaluated(store, tiny_checkpoint, tmp_path):
         with runs.step("evaluate", recipe.load(overrides=settings)), runs.child(cell, tags=tags) as run:
             facts = {"digest": digest, "task": "arithmetic", "metadata": metadata, **labels}
             uri, _ = models.log_checkpoint(folder, name=f"{variant}-{scheme}", move=False, **facts)
-            questions = contents.log_dataset(
-                "arithmetic", digest="of the questions", context="heldout", n=20, source=""
-            )
+            dataset = contents.log_dataset("arithmetic", digest=questions, context="heldout", n=20, source="")
             numbers = {names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 20}
-            contents.log_scores(numbers, model_uri=uri, dataset=questions)
+            contents.log_scores(numbers, model_uri=uri, dataset=dataset)
             made.log_rows(tmp_path, variant, scheme, 10 + (variant != "base"), finish_reason, digest=digest)
         return run.info.run_id, digest
 

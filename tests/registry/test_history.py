@@ -347,6 +347,18 @@ def test_the_rows_that_an_earlier_stage_rests_on_cannot_be_edited_away(evaluated
         promoting.promote(free, ["grpo"], [trained], {"registered_name"})
 
 
+def test_a_stage_that_moves_says_from_where_and_whether_the_questions_are_others(evaluated, capsys):
+    free = recipe.load(overrides={"registered_name": NAME})
+    for changed, questions, said in (
+        ("", "of the questions", "base is version 1 of qrl-tiny. "),
+        ("other", "of the questions", "instead of version 1, to which --rollback returns"),
+        ("third", "other ones", "instead of version 2, evaluated on other questions, to which --rollback returns"),
+    ):
+        run_id, _ = evaluated("base:full", changed=changed, questions=questions)
+        promoting.promote(free, ["base"], [run_id], {"registered_name"})
+        assert said in capsys.readouterr().err
+
+
 @pytest.mark.process
 def test_a_failed_cell_that_is_declared_finished_is_refused(store):
     settings = {"registered_name": NAME, "device": "cpu", "evaluate.n": "20", "evaluate.max_new_tokens": "4"}
