@@ -54,6 +54,15 @@ def test_the_page_has_every_question_that_the_cells_can_answer(frame):
     assert "None" not in text and "nan" not in text
 
 
+def test_methods_are_compared_with_the_grpo_of_their_own_runs(frame):
+    own = frame[(frame["size"] == "m3") & frame["variant"].isin(["base", "grpo"])].copy()
+    grpo = (own["variant"] == "grpo") & (own["scheme"] == "gptq")
+    own.loc[grpo, "correct"] = 0
+    qlora = own[grpo].assign(variant="qlora", scheme="full", correct=1)
+    _, text = report.page(frame, None, None, pd.concat([own, qlora]))
+    assert "| qlora:full | grpo:gptq | m3 | +1.000" in text and "| sft | gptq | +0.050" in text
+
+
 def test_what_moved_is_averaged_over_matrices_by_their_weights(frame):
     rows = [
         {"size": "m3", "variant": "grpo", "seed": seed, "tensor": name, "numel": numel, "moved": share}

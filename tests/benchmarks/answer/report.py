@@ -377,17 +377,32 @@ def draw(answers: Answers, out: Path) -> None:
     plt.close(figure)
 
 
-def page(frame: pd.DataFrame, weights: pd.DataFrame | None, why: pd.DataFrame | None = None) -> tuple[Answers, str]:
-    """Return the aligned answers and all tables as Markdown."""
+def page(
+    frame: pd.DataFrame,
+    weights: pd.DataFrame | None,
+    why: pd.DataFrame | None = None,
+    trained: pd.DataFrame | None = None,
+) -> tuple[Answers, str]:
+    """Return the aligned answers and all tables as Markdown.
+
+    Args:
+        frame: answers, from `tables.answers`.
+        weights, why: from `tables.measures`.
+        trained: answers of runs of their own for question 5; their sizes are left out of `frame` there.
+    """
     answers = Answers(frame)
+    compared = answers
+    if trained is not None:
+        compared = Answers(pd.concat([trained, frame[~frame["size"].isin(trained["size"].unique())]]))
     runs, n = len(answers.evidence.runs), answers.evidence.n
     over = f"{runs} seeds and questions" if runs > 1 else "questions alone: there is one seed"
     lines = [
         f"Sizes {', '.join(answers.sizes)}; {runs} seeds; {n:,} questions. Brackets: 95 % intervals over {over}.",
         "",
     ]
-    for part in (primary, controls, cliffs, growth, methods):
+    for part in (primary, controls, cliffs, growth):
         lines += part(answers)
+    lines += methods(compared)
     if weights is not None:
         lines += correlations(predictors(frame, weights))
     if why is not None:
@@ -399,6 +414,7 @@ def page(frame: pd.DataFrame, weights: pd.DataFrame | None, why: pd.DataFrame | 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("exports", help="folders of export.py, by comma")
+    parser.add_argument("--methods", help="folders, by comma, whose sizes answer question 5 instead")
     parser.add_argument("--out", type=Path, required=True, help="folder for tables.md, bits.png and excess.png")
     given = parser.parse_args()
     exports = [Path(part) for part in given.exports.split(",")]
@@ -406,7 +422,8 @@ def main() -> None:
     if frame.empty:
         sys.exit(f"{given.exports} holds no correct.parquet: run.py or export.py writes it.")
     given.out.mkdir(parents=True, exist_ok=True)
-    answers, text = page(frame, tables.measures(exports, "weights"), tables.measures(exports, "why"))
+    trained = tables.answers([Path(part) for part in given.methods.split(",")]) if given.methods else None
+    answers, text = page(frame, tables.measures(exports, "weights"), tables.measures(exports, "why"), trained)
     (given.out / "tables.md").write_text(text + "\n", encoding="utf-8")
     draw(answers, given.out / "bits.png")
     draw_excess(answers, given.out / "excess.png")
