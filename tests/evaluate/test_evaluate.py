@@ -1,6 +1,8 @@
 """The engine and evaluation: what is asked is what was rendered, what is unhealthy does not count."""
 
+import json
 import math
+import shutil
 from dataclasses import replace
 
 import pandas as pd
@@ -42,6 +44,30 @@ def test_what_evaluation_will_not_do_is_said():
         "evaluate.temperature = 0.7",
         "evaluate.deterministic",
     ]
+
+
+def test_cells_of_one_tokenizer_share_their_prompts_and_others_do_not(tmp_path):
+    questions, asked = tasks.load("arithmetic", "heldout", 3, 0), []
+
+    def render(tokens, text, template):
+        asked.append(text)
+        return prompt.render(tokens, text, template)
+
+    def rendered(path, template="plain"):
+        return cells._rendered(path, hf.tokenizer(path), questions, template, render)
+
+    quantized = shutil.copytree(tiny.PATH, tmp_path / "quantized")
+    (quantized / "config.json").write_text("{}")
+    assert rendered(tiny.PATH) == rendered(quantized) and len(asked) == 3
+    other = shutil.copytree(tiny.PATH, tmp_path / "other")
+    chat = other / "chat_template.jinja"
+    text = chat.read_text() if chat.is_file() else ""
+    settings = json.loads((other / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    chat.write_text("Please. " + (text or hf.tokenizer(tiny.PATH).chat_template))
+    assert rendered(other) != rendered(tiny.PATH) and len(asked) == 9
+    assert rendered(tiny.PATH, "answer-line") != rendered(tiny.PATH) and len(asked) == 15
 
 
 def test_batches_do_not_change_what_is_written(loaded, prompts):
