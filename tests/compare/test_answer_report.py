@@ -184,8 +184,30 @@ def test_exports_of_several_sessions_are_joined_once(frame, tmp_path):
     assert tables.measures([tmp_path / "first"], "weights") is None
 
 
-def test_a_cell_that_two_exports_hold_comes_from_the_last(frame, tmp_path):
-    rows = frame.head(1).assign(correct=0)
-    tables.write(tmp_path / "first", rows)
-    tables.write(tmp_path / "second", rows.assign(correct=1))
-    assert list(tables.answers([tmp_path / "first", tmp_path / "second"])["correct"]) == [1]
+def test_a_cell_that_two_exports_hold_comes_whole_from_the_last(frame, tmp_path):
+    gptq = frame[(frame["size"] == "m3") & (frame["scheme"] == "gptq")]
+    tables.write(tmp_path / "first", gptq.assign(correct=0))
+    cell = gptq[(gptq["variant"] == "grpo") & (gptq["seed"] == 1)].head(40)
+    tables.write(tmp_path / "second", cell.assign(correct=1))
+    joined = tables.answers([tmp_path / "first", tmp_path / "second"])
+    assert joined["correct"].sum() == 40 and len(joined) == len(gptq) - N + 40
+
+
+def test_what_arms_begin_with_is_trained_once_and_failures_are_not_lost(tmp_path, monkeypatch):
+    work, done = run.Work(tmp_path, [], ["sft", "qat-int4"], fp8=False), []
+    monkeypatch.setattr(run.export, "trained", lambda *_: "models:/m")
+    monkeypatch.setattr(run.export, "quantized", lambda *_: {})
+
+    def qrl(name, *_words, **_more):
+        if name not in done:
+            done.append(name)
+        return not name.startswith("quantize")
+
+    monkeypatch.setattr(work, "qrl", qrl)
+    work.unit("m3", run.SIZES["m3"], 0, [""])
+    assert done.index("train-grpo-m3-0") < done.index("arm-qat-int4-m3-0") < done.index("sweep-m3-0")
+    assert not any(name.startswith(("diagnose", "evaluate")) for name in done), "nothing was stored"
+    monkeypatch.setattr(work, "quantize", lambda *_: {"sft:nf4": "models:/n"})
+    monkeypatch.setattr(work, "qrl", lambda name, *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        work.cells("sft", "models:/m", "m3", 0, [])

@@ -7,8 +7,9 @@ sizes is one contrast of cells: paired by question, over seeds (random) and ques
 """
 
 import argparse
+import itertools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,10 @@ CONTROLS = (names.SFT, "pretrained")
 PRIMARY, MARGIN = "gptq", 0.02
 CLIFF = ("w8a16", "gptq", names.GPTQ_INT3, names.GPTQ_INT2)  # 8, 4, 3, 2 bits
 CLIFF_LOSS = 0.05
+PLANNED = (  # schemes of the families that are corrected together
+    *("nf4", "awq-ct", "gptq", "w8a16", "int8", "fp8", "nvfp4a16", "nvfp4", "gptq-int3", "gptq-int2"),
+    *("rtn-int4", "rtn-int3", "rtn-int2"),
+)
 METHODS = (
     "qlora:full",
     "qat-int4:rtn-int4",
@@ -103,41 +108,52 @@ def _shown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
 
 
 def primary(answers: Answers) -> list[str]:
-    """Question 1: the excess of grpo's loss over the base's, by scheme, and by size under the primary one."""
-    body = []
+    """Question 1: the excess of grpo's loss over the base's, by scheme, and by size."""
+    body, missing = [], _missing(answers)
     for scheme in answers.schemes():
         value = answers.contrast(excess(answers.sizes, scheme, BASE))
         if value:
             name = f"**{scheme}** (primary)" if scheme == PRIMARY else scheme
-            body.append([name, interval(value), answer(value) if scheme == PRIMARY else "exploratory"])
+            said = "none yet" if missing else answer(value)
+            body.append([name, interval(value), said if scheme == PRIMARY else "exploratory"])
     by_size = [
         [scheme, *(interval(value) if value else "" for value in values)]
         for scheme in answers.schemes()
         if any(values := [answers.contrast(excess([size], scheme, BASE)) for size in answers.sizes])
     ]
-    missing = [size for size in PARAMETERS if size not in answers.sizes]
     return [
         *("## 1. Does GRPO change what quantization costs?", ""),
-        *([f"**Not the design's answer**, for which {', '.join(missing)} are missing.", ""] if missing else []),
+        *([f"**No answer yet**: {', '.join(missing)} are missing.", ""] if missing else []),
         *_shown(("scheme", "loss(grpo) − loss(base), mean over sizes", "answer"), body),
         *("", "By size:", "", *_shown(("scheme", *answers.sizes), by_size), ""),
     ]
 
 
+def _missing(answers: Answers) -> list[str]:
+    return [size for size in PARAMETERS if size not in answers.sizes]
+
+
+def _absent(planned: Iterable, found: Mapping) -> list[str]:
+    """Return a sentence on the tests of a family that were not made; they count in its correction."""
+    absent = [" ".join(key) if isinstance(key, tuple) else key for key in planned if key not in found]
+    return [f"Not evaluated at every size, but counted in the correction: {', '.join(absent)}.", ""] if absent else []
+
+
 def controls(answers: Answers) -> list[str]:
-    """Question 2: RL, or any training? Holm over both controls and all schemes."""
+    """Question 2: RL, or any training? Holm over both controls and all schemes, whether evaluated or not."""
+    planned = list(itertools.product(CONTROLS, PLANNED))
     found = {
         (control, scheme): value
         for control in CONTROLS
         for scheme in answers.schemes()
         if (value := answers.contrast(excess(answers.sizes, scheme, control)))
     }
-    holm = holm_by_key({key: value.p_two_sided for key, value in found.items()})
+    holm = holm_by_key(dict.fromkeys(planned, 1.0) | {key: value.p_two_sided for key, value in found.items()})
     body = [
         [control, scheme, interval(value), f"{holm[control, scheme]:.2g}"] for (control, scheme), value in found.items()
     ]
     head = ("control", "scheme", "loss(grpo) − loss(control), mean over sizes", "p (Holm)")
-    return ["## 2. RL, or any training?", "", *_shown(head, body), ""]
+    return ["## 2. RL, or any training?", "", *_absent(planned, found), *_shown(head, body), ""]
 
 
 def cliffs(answers: Answers) -> list[str]:
@@ -163,10 +179,10 @@ def growth(answers: Answers) -> list[str]:
             weights |= loss(answers.sizes[place], GRPO, scheme, weight)
         if value := answers.contrast(weights):
             found[scheme] = value
-    holm = holm_by_key({scheme: value.p_two_sided for scheme, value in found.items()})
+    holm = holm_by_key(dict.fromkeys(PLANNED, 1.0) | {scheme: value.p_two_sided for scheme, value in found.items()})
     body = [[scheme, interval(value), f"{holm[scheme]:.2g}"] for scheme, value in found.items()]
     head = ("scheme", "loss of grpo per decade of parameters", "p (Holm)")
-    return ["## 4. Does the loss grow with size?", "", *_shown(head, body), ""]
+    return ["## 4. Does the loss grow with size?", "", *_absent(PLANNED, found), *_shown(head, body), ""]
 
 
 def methods(answers: Answers) -> list[str]:
@@ -304,7 +320,7 @@ def _spread(part: pd.DataFrame, key: str) -> str:
 
 
 def accuracies(frame: pd.DataFrame, schemes: Sequence[str]) -> list[str]:
-    """Return every cell's accuracy, mean over seeds, and in percent what it is of full precision's."""
+    """Return the accuracies of base, controls and grpo, means over seeds, and their shares of full precision's."""
     mean = frame.groupby(["size", "variant", "scheme"], observed=True)["correct"].mean()
     body = []
     for size in sorted(frame["size"].unique(), key=PARAMETERS.__getitem__):
@@ -313,7 +329,14 @@ def accuracies(frame: pd.DataFrame, schemes: Sequence[str]) -> list[str]:
                 held = [mean.get((size, variant, scheme)) for scheme in schemes]
                 shown = ["" if value is None else f"{value:.3f} ({value / full:.0%})" for value in held]
                 body.append([size, variant, f"{full:.3f}", *shown])
-    return ["## 8. Accuracy of every cell", "", *_shown(("size", "weights", FULL, *schemes), body), ""]
+    return [
+        "## 8. Accuracies",
+        "",
+        "Means over seeds, without intervals; in brackets their share of full precision's.",
+        "",
+        *_shown(("size", "weights", FULL, *schemes), body),
+        "",
+    ]
 
 
 def draw_excess(answers: Answers, out: Path) -> None:
@@ -343,7 +366,9 @@ def draw_excess(answers: Answers, out: Path) -> None:
         "accuracy that quantization costs after GRPO, minus without (mean over sizes, 95 % intervals)", fontsize=8
     )
     value = answers.contrast(excess(answers.sizes, PRIMARY, BASE))
-    axis.set_title(f"{PRIMARY}: {interval(value)}; {answer(value)}" if value else "", fontsize=9)
+    if value:
+        said = f"sizes {', '.join(answers.sizes)} alone" if _missing(answers) else answer(value)
+        axis.set_title(f"{PRIMARY}: {interval(value)}; {said}", fontsize=9)
     axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(out, dpi=150)
@@ -393,7 +418,10 @@ def page(
     answers = Answers(frame)
     compared = answers
     if trained is not None:
-        compared = Answers(pd.concat([trained, frame[~frame["size"].isin(trained["size"].unique())]]))
+        rows = pd.concat([trained, frame[~frame["size"].isin(trained["size"].unique())]])
+        seeds = rows.groupby("size")["seed"].unique()
+        shared = set.intersection(*map(set, seeds))  # a size may have been run under fewer
+        compared = Answers(rows[rows["seed"].isin(shared)])
     runs, n = len(answers.evidence.runs), answers.evidence.n
     over = f"{runs} seeds and questions" if runs > 1 else "questions alone: there is one seed"
     lines = [
@@ -403,6 +431,12 @@ def page(
     for part in (primary, controls, cliffs, growth):
         lines += part(answers)
     lines += methods(compared)
+    if compared is not answers:
+        own = ", ".join(sorted(trained["size"].unique()))
+        lines += [
+            f"{own}: from runs of their own; {len(compared.evidence.runs)} seeds, {compared.evidence.n:,} questions.",
+            "",
+        ]
     if weights is not None:
         lines += correlations(predictors(frame, weights))
     if why is not None:
@@ -423,6 +457,8 @@ def main() -> None:
         sys.exit(f"{given.exports} holds no correct.parquet: run.py or export.py writes it.")
     given.out.mkdir(parents=True, exist_ok=True)
     trained = tables.answers([Path(part) for part in given.methods.split(",")]) if given.methods else None
+    if trained is not None and trained.empty:
+        sys.exit(f"{given.methods} holds no correct.parquet: run.py or export.py writes it.")
     answers, text = page(frame, tables.measures(exports, "weights"), tables.measures(exports, "why"), trained)
     (given.out / "tables.md").write_text(text + "\n", encoding="utf-8")
     draw(answers, given.out / "bits.png")

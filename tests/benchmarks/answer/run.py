@@ -41,8 +41,8 @@ class Size(NamedTuple):
     hidden: int
     steps: int  # of 512 texts
     learning_rate: float
-    texts: int = 0  # computed at once while the model is made; 0: all
-    micro_batch: int = 128  # sequences at once in training; with both, m200 fits a GPU of 80 GB beside other jobs
+    texts: int = 0  # computed at once while the model is made; 0: all. With 512, m200 does not fit 80 GB
+    micro_batch: int = 128  # sequences at once in training
 
 
 SIZES = {
@@ -77,7 +77,7 @@ class Work:
         self.recipe = "tiny" if check else str(Path(__file__).with_name("sweep.yaml"))
         typed = dict(zip((word.removeprefix("--") for word in more[::2]), more[1::2], strict=True))
         self.schemes = ",".join(recipes.load(self.recipe, typed).quantize.schemes)
-        self.lock, self.storing = threading.Lock(), {}  # the second: a lock by model
+        self.lock, self.working = threading.Lock(), {}  # the second: a lock for each piece of work
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def qrl(self, name: str, *words: str, module: str = "qrl") -> bool:
@@ -128,6 +128,7 @@ class Work:
         base = str(self.folder / "models" / size)
 
         def sweep(name: str, *chosen: str) -> None:
+            self.train(names.GRPO, base, seed, recipe)  # which every sweep begins with, and two at once would not share
             words = ["--models", base, "--seeds", str(seed), "--arms", ",".join(chosen), "--yes"]
             self.qrl(f"{name}-{size}-{seed}", "sweep", *recipe, *words)
 
@@ -150,25 +151,37 @@ class Work:
 
     def trained(self, variant: str, base: str, seed: int, recipe: Sequence[str]) -> None:
         """Train a variant and make its cells; measure the weights of GRPO meanwhile."""
-        tag, rollouts = TRAINED[variant]
-        words = ["--model", base, "--seed", str(seed), "--rollout.quantization", rollouts]
-        words += ["--train.algorithm", "sft"] if variant == names.SFT else []
-        if not self.qrl(f"train-{variant}-{Path(base).name}-{seed}", "train", *recipe, *words):
+        if not (model := self.train(variant, base, seed, recipe)):
             return
-        model = export.trained(self.store, base, seed, tag, rollouts)
         work = [partial(self.cells, variant, model, base, seed, recipe)]
         work += [partial(self.diagnose, model, base, seed, recipe)] if variant == names.GRPO else []
         with ThreadPoolExecutor(len(work)) as side_by_side:
             for job in [side_by_side.submit(each) for each in work]:
                 job.result()
 
+    def train(self, variant: str, base: str, seed: int, recipe: Sequence[str]) -> str:
+        """Train a variant; return its address, or nothing if it failed. A second call waits for the first."""
+        tag, rollouts = TRAINED[variant]
+        words = ["--model", base, "--seed", str(seed), "--rollout.quantization", rollouts]
+        words += ["--train.algorithm", "sft"] if variant == names.SFT else []
+        name = f"train-{variant}-{Path(base).name}-{seed}"
+        with self.alone(name):
+            whole = self.qrl(name, "train", *recipe, *words)
+        return export.trained(self.store, base, seed, tag, rollouts) if whole else ""
+
+    def alone(self, name: str) -> threading.Lock:
+        """Return the lock of one piece of work."""
+        with self.lock:
+            return self.working.setdefault(name, threading.Lock())
+
     def diagnose(self, model: str, base: str, seed: int, recipe: Sequence[str]) -> None:
         """Measure GRPO's weights, and what they and the base's are stored as, once they are."""
-        stored = self.quantize(names.BASE, base, base, seed, recipe) | self.quantize(
-            names.GRPO, model, base, seed, recipe
-        )
+        of_base = self.quantize(names.BASE, base, base, seed, recipe)
+        of_grpo = self.quantize(names.GRPO, model, base, seed, recipe)
+        if not (of_base and of_grpo):  # what both store is compared
+            return
         words = ["--model", base, "--seed", str(seed), "--base", base, "--trained", model]
-        words += ["--quantized", ",".join(f"{cell}={each}" for cell, each in stored.items())]
+        words += ["--quantized", ",".join(f"{cell}={each}" for cell, each in (of_base | of_grpo).items())]
         words += ["--out", str(self.folder / "weights" / f"{Path(base).name}-{seed}"), "--diagnose.behaviour", "64"]
         self.qrl(f"diagnose-{Path(base).name}-{seed}", "diagnose", *recipe, *words)
 
@@ -178,11 +191,9 @@ class Work:
         One that was not trained under the seed is quantized once for all seeds. A second call waits for the first.
         """
         untrained = model == base
-        with self.lock:
-            storing = self.storing.setdefault(model, threading.Lock())
         name = f"quantize-{variant}-{Path(base).name}" + ("" if untrained else f"-{seed}")
         words = ["--model", base, "--seed", str(seed), "--scheme", self.schemes, "--models", f"{variant}={model}"]
-        with storing:
+        with self.alone(name):
             if not self.qrl(name, "quantize", *recipe, *words):
                 return {}
         made = export.quantized(self.store, base, None if untrained else seed)
@@ -195,12 +206,14 @@ class Work:
             packed = {cell: each for cell, each in listed.items() if cell.partition(":")[2] in PACKED}
             groups = {"evaluate": {cell: listed[cell] for cell in listed.keys() - packed.keys()}, "packed": packed}
             with ThreadPoolExecutor(len(groups)) as side_by_side:
+                jobs = []
                 for step, cells in groups.items():
                     words = ["--model", base, "--seed", str(seed)]
                     words += ["--cells", ",".join(f"{cell}={cells[cell]}" for cell in sorted(cells))]
                     name = f"{step}-{variant}-{Path(base).name}-{seed}"
-                    if cells:
-                        side_by_side.submit(self.qrl, name, "evaluate", *recipe, *words)
+                    jobs += [side_by_side.submit(self.qrl, name, "evaluate", *recipe, *words)] if cells else []
+                for job in jobs:
+                    job.result()
 
 
 def main() -> None:
@@ -209,7 +222,9 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--seeds", default="0,1,2,3")
     parser.add_argument("--lanes", type=int, default=4, help="sizes and seeds at once on one GPU")
-    parser.add_argument("--arms", default=",".join(ARMS), help="of the sweep, beside GRPO in full precision; '': none")
+    parser.add_argument(
+        "--arms", default=",".join(ARMS), help="of the sweep, beside GRPO in full precision; '': bases alone"
+    )
     parser.add_argument("--schemes", help="of base, grpo and sft, instead of sweep.yaml's")
     parser.add_argument("--without-control", action="store_true", help="leave `pretrained` out")
     parser.add_argument("--without-fp8", action="store_true", help="leave the trainings with FP8 rollouts out")

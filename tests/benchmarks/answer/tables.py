@@ -15,10 +15,10 @@ import pandas as pd
 
 ROW = ["size", "seed", "question"]
 CELL = ["size", "seed", "variant", "scheme"]
-TABLES = {  # file → its keys
+TABLES = {  # file → what a later export replaces of an earlier one's
     "cells": CELL,  # questions, mean n_tokens, share truncated
-    "weights": [*CELL, "table", "tensor", "layer"],
-    "why": [*CELL, "tensor", "other"],
+    "weights": ["size", "seed"],
+    "why": ["size"],
 }
 
 
@@ -52,22 +52,27 @@ def answers(exports: Sequence[Path]) -> pd.DataFrame:
             parts.append(wide.stack().dropna().rename("correct").reset_index())
     if not parts:
         return pd.DataFrame()
-    rows = pd.concat(parts, ignore_index=True)
-    rows[["variant", "scheme"]] = rows.pop("cell").str.split(":", n=1, expand=True)
-    rows = rows.drop_duplicates([*ROW, "variant", "scheme"], keep="last", ignore_index=True)
-    return rows.astype({"correct": "int8"})
+    for rows in parts:
+        rows[["variant", "scheme"]] = rows.pop("cell").str.split(":", n=1, expand=True)
+    return _joined(parts, CELL).astype({"correct": "int8"})
 
 
 def measures(exports: Sequence[Path], name: str) -> pd.DataFrame | None:
-    """Return one of TABLES, of several exports; a later one's rows replace a former's."""
+    """Return one of TABLES, of several exports."""
     paths = [folder / f"{name}.parquet" for folder in exports]
     found = [pd.read_parquet(path) for path in paths if path.is_file()]
-    if not found:
-        return None
-    keys = [key for key in TABLES[name] if any(key in table for table in found)]
-    texts = [key for key in keys if key not in ("seed", "layer", "other")]
-    joined = pd.concat([table.astype({key: str for key in texts if key in table}) for table in found])
-    return joined.drop_duplicates(keys, keep="last", ignore_index=True)
+    return _joined(found, TABLES[name]) if found else None
+
+
+def _joined(parts: Sequence[pd.DataFrame], keys: list[str]) -> pd.DataFrame:
+    """Return the rows of all parts; those of a later part replace all earlier ones with the same keys."""
+    parts = [part.astype({key: str for key in keys if key != "seed"}) for part in parts]
+    kept = []
+    for place, part in enumerate(parts):
+        later = [other[keys].drop_duplicates() for other in parts[place + 1 :]]
+        places = pd.MultiIndex.from_frame(part[keys])
+        kept.append(part[~places.isin(pd.MultiIndex.from_frame(pd.concat(later)))] if later else part)
+    return pd.concat(kept, ignore_index=True)
 
 
 def main() -> None:
