@@ -267,7 +267,7 @@ def test_memory_that_runs_out_halves_the_texts_once(place, monkeypatch, capsys, 
     monkeypatch.setattr(make, "train", within)
     arguments = (place / "model", SMALL, Corpus(), Budget(steps=1, batch=4))
     if room == 1:
-        with pytest.raises(QrlError, match="--micro-batch = 4, and with 2: free memory"):
+        with pytest.raises(QrlError, match="--micro-batch = 4, and with 2: lower --micro-batch"):
             make.make(*arguments, **MADE)
     else:
         make.make(*arguments, **MADE)

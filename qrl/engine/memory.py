@@ -56,8 +56,8 @@ def halved(
 def _remedy(name: str) -> str:
     if name.startswith("train."):
         return "set train.gradient_checkpointing, or lower train.prompts_per_step or train.max_completion_tokens"
-    if name.startswith("--"):  # of a command that evaluates nothing
-        return "free memory that other processes hold, or make a smaller model"
+    if name.startswith("--"):  # of a command that makes a model
+        return f"lower {name}, or free memory that other processes hold"
     return f"lower {name} or evaluate.max_new_tokens, or free memory that other processes hold"
 
 

@@ -12,7 +12,7 @@ from qrl.formats import kind
 # With this kernel one or two answers of 1,000 depend on the batch even in the deterministic mode: measured in
 # tests/benchmarks/results/schemes.md.
 _BATCH_VARIANT = "Int8ScaledMM"
-_UNROUNDED = ("Marlin", "EmulationMxfp8")  # kernels that multiply activations as they are
+_UNROUNDED = ("Marlin", "EmulationMxfp8", "W4A16", "CPUFp8")  # kernels that multiply activations as they are
 _LEAST_SHARE = 0.01  # that must be free, where the cache has a fixed size
 _HOPPER = 90
 _FP4_UNITS = 100  # compute capability of the first GPUs that multiply 4-bit floats
@@ -42,7 +42,9 @@ def emulated(path: Path, device: str) -> dict[str, str]:
     They are then rounded in software. vLLM's own choice, Marlin, would leave them as they are, and the cell of `nvfp4`
     would be one of `nvfp4a16`.
     """
-    if device == "cpu" or not any(inputs.get("num_bits") == 4 for inputs in _inputs(path)):
+    if device == "cpu" or not any(
+        (inputs.get("num_bits"), inputs.get("type")) == (4, "float") for inputs in _inputs(path)
+    ):
         return {}
     from vllm.platforms import current_platform
 
@@ -56,7 +58,7 @@ def departs(path: Path, kernels: Iterable[str]) -> str:
     for inputs in _inputs(path):
         rounded = f"rounded to {inputs['type']}{inputs['num_bits']}"
         if kernel := next((name for name in kernels if any(part in name for part in _UNROUNDED)), ""):
-            return f"activations not {rounded}: the kernel for this GPU is {kernel}"
+            return f"activations not {rounded}: the kernel here is {kernel}"
         if any("Emulation" in name for name in kernels):
             return f"activations {rounded} in software, products in 16 bits"
     return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from qrl.engine import vllm
-
-
-_UNREAD = re.compile(r"\.(safetensors|md)$|^(generation_)?config\.json$|\.index\.json$")  # by a tokenizer
 
 
 @dataclass(frozen=True)
@@ -149,15 +145,16 @@ _last: dict[tuple, list[list[int]]] = {}  # the prompts of the last cell, by wha
 
 
 def _rendered(path: Path, tokens: Any, questions: Sequence, template: Any, render: Callable) -> list[list[int]]:
-    """Return N prompts; a cell's next one in the process shares them, if all files but weights and settings are alike.
+    """Return N prompts; the next cell in the process reuses them if its tokenizer, questions and template are the same.
 
     A template is rendered in another process: two seconds for 4,000 questions, which a small model on a GPU answers in
     ten.
     """
-    files = sorted(file for file in path.rglob("*") if file.is_file() and not _UNREAD.search(file.name))
-    digests = tuple((str(file.relative_to(path)), sha256(file.read_bytes()).hexdigest()) for file in files)
+    files = ((name, sha256((path / name).read_bytes()).hexdigest()) for name in checkpoint.text_files(path))
+    config = checkpoint.config(path)  # transformers chooses a tokenizer's class by it
+    of_class = tuple(str(config.get(key)) for key in ("model_type", "tokenizer_class", "transformers_version"))
     texts = tuple(question.question for question in questions)
-    key = (digests, prompt.template_hash(template), texts, render)
+    key = (tuple(files), of_class, prompt.template_hash(template), texts, render)
     if key not in _last:
         _last.clear()
         _last[key] = [render(tokens, text, template) for text in texts]

@@ -166,8 +166,8 @@ def _promote_one(
     if not decision.passed:
         registry.refuse(name, stage.stage, version.version, record=record)
         raise GateRefused(f"{decision} The stage remains as it was.")
-    registry.promote(name, stage, version.version, record=record, expected=looked_at)
     former = _former(name, past, stage.stage, version, candidate)
+    registry.promote(name, stage, version.version, record=record, expected=looked_at)
     return f"{stage.stage} is version {version.version} of {name}{former}. {' '.join(decision.reasons)}"
 
 
@@ -177,8 +177,9 @@ def _former(name: str, past: History, stage: str, version: versions.Version, can
     if held in (None, version.version):
         return ""
     others = ""
-    with contextlib.suppress(QrlError):  # an evaluation that is gone
-        if _evaluation(registry.resolve(name, held, past), stage).questions != candidate.questions:
+    with contextlib.suppress(QrlError):  # an evaluation that is gone or was changed says nothing
+        before = _evaluation(registry.resolve(name, held, past), stage).questions
+        if before and candidate.questions and before != candidate.questions:
             others = ", evaluated on other questions"
     return f", instead of version {held}{others}, to which --rollback returns"
 

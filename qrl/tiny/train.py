@@ -67,6 +67,7 @@ def train(
         progress = Progress(**saved["progress"])
         for name, part in parts.items():
             part.load_state_dict(saved[name])
+        del saved  # a second copy of the weights
         print(f"Resumed after step {progress.step:,}", flush=True)
     first, last = progress.step * budget.batch, steps * budget.batch
     ids = corpus.token_ids(folder / "tokenizer", first, last, positions, workers)
@@ -76,15 +77,7 @@ def train(
         batch = [torch.tensor(text) for text in itertools.islice(ids, budget.batch)]
         rows = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=tokens.pad_token_id).to(device)
         optimizer.zero_grad()
-        counted, loss = int((rows[:, 1:] != tokens.pad_token_id).sum()), torch.zeros((), device=device)
-        for part in rows.split(micro_batch or len(rows)):
-            with torch.autocast(device.type, torch.bfloat16):
-                logits = model(part).logits
-            predicted, expected = logits[:, :-1].flatten(0, 1).float(), part[:, 1:].flatten()
-            own = torch.nn.functional.cross_entropy(predicted, expected, ignore_index=tokens.pad_token_id)
-            own = own * (int((expected != tokens.pad_token_id).sum()) / counted)
-            own.backward()
-            loss += own.detach()
+        loss = _backward(model, rows, [len(text) - 1 for text in batch], micro_batch or len(rows), tokens.pad_token_id)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -107,3 +100,26 @@ def train(
                 saved = {name: part.state_dict() for name, part in parts.items()}
                 torch.save(saved | {"progress": vars(progress)}, path)
     return progress
+
+
+def _backward(model, rows, lengths: list[int], size: int, pad: int):
+    """Add a step's gradients, in parts of some texts, and return its loss: the mean over all tokens, in nats.
+
+    Args:
+        rows: N texts, padded, on the model's device.
+        lengths: of the N texts, in tokens to predict; known here, so nothing waits for the device.
+        size: texts in one part.
+        pad: token that is no part of a text.
+    """
+    import torch
+
+    loss = torch.zeros((), device=rows.device)
+    for place, part in enumerate(rows.split(size)):
+        with torch.autocast(rows.device.type, torch.bfloat16):
+            logits = model(part).logits
+        predicted, expected = logits[:, :-1].flatten(0, 1).float(), part[:, 1:].flatten()
+        own = torch.nn.functional.cross_entropy(predicted, expected, ignore_index=pad)
+        own = own * (sum(lengths[place * size : (place + 1) * size]) / sum(lengths))
+        own.backward()
+        loss += own.detach()
+    return loss

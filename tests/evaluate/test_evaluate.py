@@ -57,7 +57,8 @@ def test_cells_of_one_tokenizer_share_their_prompts_and_others_do_not(tmp_path):
         return cells._rendered(path, hf.tokenizer(path), questions, template, render)
 
     quantized = shutil.copytree(tiny.PATH, tmp_path / "quantized")
-    (quantized / "config.json").write_text("{}")
+    config = json.loads((quantized / "config.json").read_text())
+    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "other"}}))
     assert rendered(tiny.PATH) == rendered(quantized) and len(asked) == 3
     other = shutil.copytree(tiny.PATH, tmp_path / "other")
     chat = other / "chat_template.jinja"
