@@ -37,9 +37,9 @@ PARTS = {  # name → formats, shape, seconds
     "nvfp4-a4": (ROUNDED[:1], "1.5b", 240),
     "fp8": (ROUNDED[1:], "1.5b", 240),
     "again": (("bf16",), "1.5b", 180),
-    "tiny-plain": (PLAIN, "tiny", 240),
-    "tiny-nvfp4-a4": (ROUNDED[:1], "tiny", 120),
-    "tiny-fp8": (ROUNDED[1:], "tiny", 120),
+    "tiny-plain": (PLAIN, "tiny", 600),
+    "tiny-nvfp4-a4": (ROUNDED[:1], "tiny", 300),
+    "tiny-fp8": (ROUNDED[1:], "tiny", 300),
     **{name: ((name,), "1.5b", 240) for name in REAL},
     **{f"tiny-{name}": ((name,), "tiny", 240) for name in REAL},
 }

