@@ -109,7 +109,7 @@ def _backward(model, rows, lengths: list[int], size: int, pad: int):
         rows: N texts, padded, on the model's device.
         lengths: of the N texts, in tokens to predict; known here, so nothing waits for the device.
         size: texts in one part.
-        pad: token that is no part of a text.
+        pad: the padding token, which no text holds.
     """
     import torch
 

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import export
 import why
+from filelock import FileLock
 
 from qrl import names, tiny
 from qrl import recipe as recipes
@@ -77,7 +78,7 @@ class Work:
         self.recipe = "tiny" if check else str(Path(__file__).with_name("sweep.yaml"))
         typed = dict(zip((word.removeprefix("--") for word in more[::2]), more[1::2], strict=True))
         self.schemes = ",".join(recipes.load(self.recipe, typed).quantize.schemes)
-        self.lock, self.working = threading.Lock(), {}  # the second: a lock for each piece of work
+        self.printing = threading.Lock()
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def qrl(self, name: str, *words: str, module: str = "qrl") -> bool:
@@ -92,7 +93,7 @@ class Work:
             code = subprocess.run(
                 command, cwd=self.folder, env=variables, stdout=log, stderr=log, check=False
             ).returncode
-        with self.lock:
+        with self.printing:
             print(
                 f"{name}: {'done' if code in ENDED else f'ended with {code}'} after {time.monotonic() - began:.0f} s",
                 flush=True,
@@ -169,10 +170,9 @@ class Work:
             whole = self.qrl(name, "train", *recipe, *words)
         return export.trained(self.store, base, seed, tag, rollouts) if whole else ""
 
-    def alone(self, name: str) -> threading.Lock:
-        """Return the lock of one piece of work."""
-        with self.lock:
-            return self.working.setdefault(name, threading.Lock())
+    def alone(self, name: str) -> FileLock:
+        """Return the lock of one piece of work, for threads and for another call on the same folder."""
+        return FileLock(self.folder / "logs" / f"{name}.lock")
 
     def diagnose(self, model: str, base: str, seed: int, recipe: Sequence[str]) -> None:
         """Measure GRPO's weights, and what they and the base's are stored as, once they are."""

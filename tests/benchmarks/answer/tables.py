@@ -1,4 +1,4 @@
-"""The files of an export: which answers were right, how long they are, and the measures of weights.
+"""The files of an export: which answers were right, facts of whole cells, and the measures of weights.
 
     python tests/benchmarks/answer/tables.py EXPORT,EXPORT OUT     # joins; of a cell in several, the last is kept
 
