@@ -16,6 +16,7 @@ from qrl.formats.header import Entry
 from qrl.recipe import Recipe, Train
 from qrl.tasks import prompt
 from qrl.train import Job, arguments, grpo, loop, merge, policy, reward
+from tests.train import pair
 
 pytestmark = pytest.mark.process
 
@@ -167,9 +168,8 @@ with torch.no_grad():
 
 
 def test_an_adapter_that_fsdp_lays_out_is_written_kept_and_gone_on_with_whole(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IN_PARTS, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    words = [sys.executable, "-W", "ignore", "-c", IN_PARTS + pair.ENDS, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -11,14 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import qrl
 from qrl import checkpoint, tasks, tiny
 from qrl.recipe import Train
 from qrl.train import Job, distill
+from tests.train import pair
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(qrl.__file__).parents[1]
 SMALL = Train(
     teacher="qrl-tiny",
     steps=3,
@@ -59,11 +58,7 @@ sys.stdout.write(f"rank {process.rank()} told {json.dumps(told)}\\n")
 def started(folder: Path, base: Path, settings: Train, *others: Path) -> subprocess.CompletedProcess:
     """Distil on two processes, the second one from another teacher where there is one."""
     folder.mkdir(exist_ok=True)
-    (folder / "child.py").write_text(CHILD)
-    words = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words += [folder / "child.py", base, folder / "work", folder / "model", settings.model_dump_json(), *others]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(list(map(str, words)), env=variables, capture_output=True, text=True, check=False)
+    return pair.run(folder, CHILD, base, folder / "work", folder / "model", settings.model_dump_json(), *others)
 
 
 def together(folder: Path, base: Path, settings: Train) -> list[dict]:
@@ -135,7 +130,7 @@ def test_a_step_with_a_teacher_starts_its_own_processes(store, tmp_path):
     given |= {"generations": "2", "micro_batch": "2", "questions": "16", "max_completion_tokens": "16"}
     words = [sys.executable, "-m", "qrl", "train", "--device", "cpu", "--model", "qrl-tiny"]
     words += [word for name, value in given.items() for word in (f"--train.{name}", value)]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables = os.environ | {"PYTHONPATH": str(pair.ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     (run,) = mlflow.search_runs(output_format="list")

@@ -10,12 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-import qrl
 from qrl import process, recipe
 from qrl.errors import BadInput, QrlError
 from qrl.train import parallel
+from tests.train import pair
 
-ROOT = Path(qrl.__file__).parents[1]
 SMALL = {"steps": "2", "prompts_per_step": "4", "generations": "4", "micro_batch": "4", "questions": "32"}
 SMALL |= {"max_completion_tokens": "48", "parallel": "ddp", "processes": "2"}
 
@@ -140,7 +139,7 @@ def test_a_process_that_heeds_no_signal_dies_with_the_first(tmp_path):
     first = "import os, subprocess, sys; os.environ['QRL_FIRST'] = str(os.getpid())\n"
     first += "print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid, flush=True); input()"
     words = [sys.executable, "-c", first, deaf]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as started:
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=pair.ROOT) as started:
         other = psutil.Process(int(started.stdout.readline()))
         until = time.monotonic() + 60
         while not ready.exists() and time.monotonic() < until:
@@ -157,10 +156,10 @@ def command(folder, project=False, **more):
         word for name, value in chosen.items() for word in (f"--{name}", value)
     ]
     if project:
-        words = [sys.executable, "-m", "mlflow", "run", str(ROOT), "-e", "train", "--env-manager", "local"]
+        words = [sys.executable, "-m", "mlflow", "run", str(pair.ROOT), "-e", "train", "--env-manager", "local"]
         words += [word for name, value in chosen.items() for word in ("-P", f"{name}={value}")]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path}
+    variables = os.environ | {"PYTHONPATH": str(pair.ROOT), "OMP_NUM_THREADS": "1", "PATH": path}
     return subprocess.Popen(
         words, cwd=folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -205,11 +204,7 @@ with process.sentences():
     ("tampered", "named"), {"scale": "activation scales", "recipe": "settings or questions"}.items()
 )
 def test_processes_that_would_begin_apart_are_refused_before_the_first_step(tampered, named, tmp_path):
-    (tmp_path / "apart.py").write_text(APART)
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    words += [str(tmp_path / "apart.py"), str(tmp_path), tampered]
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+    done = pair.run(tmp_path, APART, tmp_path, tampered)
     sentences = [line for line in done.stderr.splitlines() if line.startswith("qrl: ")]
     assert done.returncode and sentences, done.stderr[-3000:]
     assert all(f"Process 1 of the training has other {named} than process 0: give" in line for line in sentences)

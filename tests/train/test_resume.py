@@ -14,14 +14,13 @@ import pandas as pd
 import pytest
 import torch
 
-import qrl
 from qrl import recipe, tasks, tiny
 from qrl.recipe import Train
 from qrl.train import Job, grpo
+from tests.train import pair
 
 pytestmark = pytest.mark.process
 
-ROOT = Path(qrl.__file__).parents[1]
 SMALL = {
     "steps": 5,
     "prompts_per_step": 4,
@@ -63,7 +62,7 @@ sys.stdout.write(f"resumed from {done.resumed_from}\\n")  # in one piece: two pr
 
 def child(folder, settings):
     words = [sys.executable, "-W", "ignore", "-c", CHILD, folder / "work", folder / "model", settings.model_dump_json()]
-    variables = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(ROOT)}
+    variables = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PYTHONPATH": str(pair.ROOT)}
     return subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
@@ -147,24 +146,10 @@ def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(kind, tmp_path):
     """As if they had been killed: without its last checkpoint, the training ends with the same weights again."""
     settings = KINDS["qlora"] if kind == "qlora" else KINDS["full"].model_copy(update={"qat": kind, "beta": 0.01})
     settings = settings.model_copy(update={"steps": 4, "qat_calibration_samples": 8})
-    script, work, kept = tmp_path / "child.py", tmp_path / "work", tmp_path / "again"
-    script.write_text(FOLDS + CHILD)
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    work, kept = tmp_path / "work", tmp_path / "again"
 
     def trained(folder, out) -> str:
-        words = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc_per_node",
-            "2",
-            script,
-            folder,
-            out,
-            settings.model_dump_json(),
-        ]
-        done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+        done = pair.run(tmp_path, FOLDS + CHILD, folder, out, settings.model_dump_json())
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout
 
@@ -194,37 +179,10 @@ def test_two_processes_train_as_one_and_the_first_alone_logs_and_writes(store, t
     resolved = recipe.load(
         "tiny", {f"train.{key}": str(value) for key, value in settings.model_dump(exclude_defaults=True).items()}
     )
-    words = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        "2",
-        "-m",
-        "qrl",
-        "train",
-    ]
     (tmp_path / "recipe.yaml").write_text(resolved.dump())
-    words += [
-        "--recipe",
-        str(tmp_path / "recipe.yaml"),
-        "--device",
-        "cpu",
-        "--watch.probe_every",
-        "2",
-        "--watch.probe_n",
-        "5",
-    ]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        words,
-        cwd=os.path.dirname(store.removeprefix("sqlite:///")),
-        env=variables,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    words = ["--recipe", tmp_path / "recipe.yaml", "--device", "cpu", "--watch.probe_every", 2, "--watch.probe_n", 5]
+    folder = os.path.dirname(store.removeprefix("sqlite:///"))
+    done = pair.torchrun("-m", "qrl", "train", *words, cwd=folder)
     assert done.returncode == 0, done.stderr[-3000:]
     import mlflow
 

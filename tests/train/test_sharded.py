@@ -5,24 +5,20 @@ accelerate the type that it gives GPUs, and run the whole trainer.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import qrl
 from qrl import checkpoint, tiny
 from qrl.recipe import Train
+from tests.train import pair
 
 pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.process
 
-ROOT = Path(qrl.__file__).parents[1]
 FORMATS = ("int4", "nvfp4-a4", "fp8")
 
 COMPARED = """
@@ -206,18 +202,9 @@ sys.stdout.write(f"rank {rank} agrees\\n")
 """
 
 
-def torchrun(folder: Path, source: str, *words) -> subprocess.CompletedProcess:
-    (folder / "child.py").write_text(source)
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    variables = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    command += [str(folder / "child.py"), *map(str, words)]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "fp32") for name in FORMATS), ("nvfp4-a4", "bf16")])
 def test_shards_compute_what_whole_weights_do(name, dtype, tmp_path):
-    done = torchrun(tmp_path, COMPARED, name, dtype, "cuda" if torch.cuda.device_count() > 1 else "cpu")
+    done = pair.run(tmp_path, COMPARED, name, dtype, "cuda" if torch.cuda.device_count() > 1 else "cpu")
     assert done.returncode == 0 and done.stdout.count("agrees") == 2, done.stderr[-3000:]
 
 
@@ -284,7 +271,7 @@ def trained(folder: Path, base: Path, parallel: str, **changes) -> list[dict]:
     """Train on two processes, and return what each told at its end, by rank."""
     folder.mkdir(exist_ok=True)
     settings = SMALL.model_copy(update={"parallel": parallel} | changes)
-    done = torchrun(folder, TRAINED, base, folder / "work", folder / "model", settings.model_dump_json())
+    done = pair.run(folder, TRAINED, base, folder / "work", folder / "model", settings.model_dump_json())
     assert done.returncode == 0, done.stderr[-3000:]
     told = dict(line.split(" told ") for line in done.stdout.splitlines() if " told " in line)
     return [json.loads(told[f"rank {rank}"]) for rank in (0, 1)]
