@@ -220,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("work", type=Path, help="folder for models, store, logs and the export")
     parser.add_argument("--sizes", default=",".join(SIZES))
-    parser.add_argument("--seeds", default="0,1,2,3")
+    parser.add_argument("--seeds", help="default: 0,1,2,3")
     parser.add_argument("--lanes", type=int, default=4, help="sizes and seeds at once on one GPU")
     parser.add_argument(
         "--arms", default=",".join(ARMS), help="of the sweep, beside GRPO in full precision; '': bases alone"
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--without-fp8", action="store_true", help="leave the trainings with FP8 rollouts out")
     parser.add_argument("--check", action="store_true", help="a copy of qrl-tiny as m3, and two seeds, on a CPU")
     given = parser.parse_args()
-    seeds = [0, 1] if given.check else [int(seed) for seed in given.seeds.split(",")]
+    seeds = [int(seed) for seed in (given.seeds or ("0,1" if given.check else "0,1,2,3")).split(",")]
     arms = ARMS[:1] if given.check else list(filter(None, given.arms.split(",")))
     more = CHECK.split() if given.check else ["--quantize.schemes", given.schemes] if given.schemes else []
     fp8 = not given.check and not given.without_fp8
