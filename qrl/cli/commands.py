@@ -26,7 +26,7 @@ ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1
 ROWS += "VARIANT:SCHEME=FILE,… for a file per cell."
 LOGS = "Logs of lm-evaluation-harness (samples_*.jsonl) or inspect_ai (.eval, .json): a file, or a folder with one."
 SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
-YES = option("--yes", **SWITCH, help="Start although the machine, the memory or the base's trial speaks against it.")
+YES = option("--yes", **SWITCH, help="Start even if the check of machine, memory or the base's trial fails.")
 FAILING = ("lost", "inconclusive")  # verdicts of --fail-on
 ABOUT = {  # option of `compare` → the inputs that it is about
     "columns": ("--questions",),
