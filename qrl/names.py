@@ -64,6 +64,11 @@ TAG_WATCH = "qrl.watch."  # and a watcher's name: its warning in a training run
 TAG_STOPPED = "qrl.stopped"  # the watcher that ended a training early, and the step
 
 
+def in_metric(*labels: str) -> str:
+    """Return labels as the name of a metric holds them: MLflow refuses `+` there."""
+    return "_".join(labels).replace("+", "_")
+
+
 def gate_tag(stage: str) -> str:
     """Return the tag of a version that holds the verdict of a stage's gate: `passed` or `refused`."""
     return f"qrl.gate.{stage}"

@@ -99,9 +99,9 @@ def measured(rows: Answered, changed: pd.DataFrame, references: References) -> d
             continue
         for cell, answers in found.items():
             mean = scaled.accuracy(cell) if name in SHARES else scaled.contrast({cell: 1})
-            answers.means[name] = _stretched(mean, scale, least)
+            answers.means[name] = mean.scaled(scale, least)
             if reference := references[cell]:
-                answers.changes[name] = _stretched(scaled.contrast({cell: 1, reference: -1}), scale)
+                answers.changes[name] = scaled.contrast({cell: 1, reference: -1}).scaled(scale)
     for cell, reference in references.items():
         if reference and max(evidence.samples[cell], evidence.samples[reference]) == 1:
             own = changed.loc[(changed["variant"] == cell[0]) & (changed["scheme"] == cell[1]), "correct"]
@@ -109,12 +109,6 @@ def measured(rows: Answered, changed: pd.DataFrame, references: References) -> d
             counts["compared"] = evidence.n if cell[0] == names.BASE else sum(map(len, evidence.groups))
             found[cell] = replace(found[cell], **counts, mcnemar=evidence.mcnemar(cell, reference))
     return found
-
-
-def _stretched(value: Estimate, scale: float, shift: float = 0.0) -> Estimate:
-    """Return an estimate in its own unit; what is left out of it holds for values in 0..1 only."""
-    ends = {key: getattr(value, key) * scale + shift for key in ("estimate", "low", "high")}
-    return Estimate(**ends, stderr=value.stderr * scale, n=value.n, df=value.df)
 
 
 def changed(rows: Answered, references: References) -> pd.DataFrame:

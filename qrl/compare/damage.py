@@ -10,7 +10,7 @@ from typing import Any
 
 from qrl import names
 from qrl.compare.evidence import Cell
-from qrl.compare.record import numbers
+from qrl.compare.record import numbers, with_ends
 from qrl.stats import LEVEL, Estimate, holm_by_key
 from qrl.stats.text import interval, table
 
@@ -88,13 +88,13 @@ def markdown(damages: Iterable[Damage]) -> list[str]:
 
 def findings(damages: Iterable[Damage]) -> list[str]:
     """Return a sentence for every difference that stands after Holm's correction, and one for all others."""
-    compared = [row for row in damages if row.excess]
+    compared = [(row, row.excess) for row in damages if row.excess]
     sentences = []
-    for row in (row for row in compared if row.differs):
-        verb = "loses more than" if row.excess and row.excess.estimate > 0 else "loses less than"
+    for row, excess in (each for each in compared if each[0].differs):
+        verb = "loses more than" if excess.estimate > 0 else "loses less than"
         says = f"Under {row.scheme} {names.GRPO} {verb} {row.variant}"
-        sentences.append(f"{says}: {interval(row.excess)}." if row.excess else "")
-    if rest := [f"{row.variant} under {row.scheme}" for row in compared if not row.differs]:
+        sentences.append(f"{says}: {interval(excess)}.")
+    if rest := [f"{row.variant} under {row.scheme}" for row, _ in compared if not row.differs]:
         sentences.append(f"The difference between the losses of {names.GRPO} and {', '.join(rest)} is not significant.")
     return sentences
 
@@ -113,6 +113,5 @@ def metrics(damages: Iterable[Damage]) -> dict[str, float]:
     scores = {}
     for row in damages:
         if row.excess:
-            key = f"damage/{row.variant}_{row.scheme}".replace("+", "_")
-            scores |= {key: row.excess.estimate, f"{key}_low": row.excess.low, f"{key}_high": row.excess.high}
+            scores |= with_ends(f"damage/{names.in_metric(row.variant, row.scheme)}", row.excess)
     return scores

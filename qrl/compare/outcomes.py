@@ -15,27 +15,15 @@ from qrl.errors import BadInput
 from qrl.names import BASE, cell_name
 
 
-def outcomes(frame: pd.DataFrame) -> Questions:
-    """Return cells' outcomes from a table of answers.
+class Answered:
+    """A table of answers, checked, and where each row belongs: to which cell, training run and question.
 
     The base is one model under every seed. If it was not evaluated under a run's seed, its answers to the same
     questions are taken from its rows without a seed, or else from the first other seed.
 
-    Args:
-        frame: columns variant, scheme, question, correct, and optionally seed (training run), sample (of several
-            answers to one question) and cluster (group of questions).
-
-    Raises:
-        BadInput: the cells are not comparable.
-    """
-    return Answered(frame).outcomes
-
-
-class Answered:
-    """A table of answers, checked, and where each row belongs: to which cell, training run and question.
-
     Attributes:
-        frame: as it was given, numbered anew.
+        frame: as it was given, numbered anew: columns variant, scheme, question, correct, and optionally seed (training
+            run), sample (of several answers to one question) and cluster (group of questions).
         table: from `validate.checked`.
         cells: in order; `cell` holds each row's place among them.
         grid: whether each variant is needed under each scheme.

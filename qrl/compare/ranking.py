@@ -19,7 +19,7 @@ from qrl.compare import answers, damage
 from qrl.compare.convergence import Convergence
 from qrl.compare.evidence import Cell
 from qrl.compare.outcomes import Answered
-from qrl.compare.record import numbers, of_answers
+from qrl.compare.record import numbers, of_answers, with_ends
 from qrl.compare.table import answers_table
 from qrl.compare.validate import cells_of, check_columns, full_with_dtype
 from qrl.errors import BadInput
@@ -260,15 +260,11 @@ def metrics(methods: Methods) -> dict[str, float]:
 
     Of the answers: `methods/<measure>_change_…` with its bounds, `methods/right_to_wrong_…`, `…/wrong_to_right_…`.
     """
-
-    def suffix(cell: Cell) -> str:
-        return "_".join(cell).replace("+", "_")  # which MLflow does not take
-
     scores = {}
     for row in methods.rows:
-        name = suffix(row.cell)
+        name = names.in_metric(*row.cell)
         scores[f"methods/accuracy_{name}"] = row.accuracy.estimate
         if row.error is not None:
-            scores[f"methods/error_{name}"] = row.error.estimate
-            scores |= {f"methods/error_{name}_low": row.error.low, f"methods/error_{name}_high": row.error.high}
-    return scores | of_answers("methods", methods.answers, suffix) | damage.metrics(methods.damages)
+            scores |= with_ends(f"methods/error_{name}", row.error)
+    of_cells = of_answers("methods", methods.answers, lambda cell: names.in_metric(*cell))
+    return scores | of_cells | damage.metrics(methods.damages)

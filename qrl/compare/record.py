@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from qrl import names
 from qrl.compare import answers
 from qrl.stats import Estimate
 
@@ -62,7 +63,7 @@ def as_metrics(comparison: Comparison) -> dict[str, float]:
     for row in comparison.rows:
         for name, value in row.differences.items():
             key = f"compare/{name}_{_suffix(comparison, (row.variant, row.scheme))}"
-            metrics |= _with_ends(key, value)
+            metrics |= with_ends(key, value, "stderr")
             if value.runs:
                 between, within = value.runs.between_sd, value.runs.within_sd
                 metrics |= {f"{key}_between_seed_sd": between, f"{key}_within_seed_sd": within}
@@ -74,7 +75,7 @@ def of_answers(folder: str, by_cell: Mapping[Cell, answers.Answers], suffix: Cal
     metrics = {}
     for cell, found in by_cell.items():
         for name, value in found.changes.items():
-            metrics |= _with_ends(f"{folder}/{name}_change_{suffix(cell)}", value)
+            metrics |= with_ends(f"{folder}/{name}_change_{suffix(cell)}", value, "stderr")
         for name in ("right_to_wrong", "wrong_to_right"):
             if (count := getattr(found, name)) is not None:
                 metrics[f"{folder}/{name}_{suffix(cell)}"] = float(count)
@@ -83,12 +84,12 @@ def of_answers(folder: str, by_cell: Mapping[Cell, answers.Answers], suffix: Cal
 
 def _suffix(comparison: Comparison, cell: Cell) -> str:
     variant, scheme = cell
-    label = scheme if variant == comparison.variants[1] else f"{scheme}_{variant}"
-    return label.replace("+", "_")  # which MLflow refuses in the name of a metric
+    return names.in_metric(scheme) if variant == comparison.variants[1] else names.in_metric(scheme, variant)
 
 
-def _with_ends(key: str, value: Estimate) -> dict[str, float]:
-    return {key: value.estimate, f"{key}_stderr": value.stderr, f"{key}_low": value.low, f"{key}_high": value.high}
+def with_ends(key: str, value: Estimate, *more: str) -> dict[str, float]:
+    """Return an estimate, `more` of it and the ends of its interval as metrics."""
+    return {key: value.estimate} | {f"{key}_{name}": getattr(value, name) for name in (*more, "low", "high")}
 
 
 def numbers(value: Estimate) -> dict[str, float]:

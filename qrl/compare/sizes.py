@@ -7,7 +7,7 @@ the same questions. So it has a paired interval like any other contrast, over se
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ import pandas as pd
 
 from qrl import names
 from qrl.compare.evidence import Cell, Questions
-from qrl.compare.outcomes import outcomes
-from qrl.compare.record import numbers
-from qrl.compare.validate import check_columns, seed_labels
+from qrl.compare.outcomes import Answered
+from qrl.compare.record import numbers, with_ends
+from qrl.compare.validate import check_columns
 from qrl.errors import BadInput
 from qrl.stats import LEVEL, Estimate, holm_by_key
 from qrl.stats.text import interval, table
@@ -114,9 +114,9 @@ def measure(frames: Mapping[str, pd.DataFrame], parameters: Mapping[str, int]) -
         labels = [_label(place, cell) if cell[0] != names.BASE else kept.get(cell) for cell in of_rows]
         part = frame.assign(variant=labels, scheme=names.FULL).drop(columns=names.SETTINGS, errors="ignore")
         parts.append(part[part["variant"].notna()])
-    rows = pd.concat(parts, ignore_index=True)
-    evidence = outcomes(rows)
-    rewarded = _rewarded(evidence, rows) if REWARD in rows else None
+    answered = Answered(pd.concat(parts, ignore_index=True))
+    evidence, rows = answered.outcomes, answered.frame
+    rewarded = _rewarded(answered, rows[REWARD].astype(float)) if REWARD in rows else None
     place_of = {model: place for place, model in enumerate(models)}
 
     def by_model(source: tuple[Questions, float, float] | None, cell: Cell, *, loss: bool) -> dict[str, Estimate]:
@@ -125,9 +125,9 @@ def measure(frames: Mapping[str, pd.DataFrame], parameters: Mapping[str, int]) -
         found, scale, least = source
         key = {model: (_label(place_of[model], cell), names.FULL) for model in cells[cell]}
         if not loss:
-            return {model: _scaled(found.accuracy(key[model]), scale, least) for model in key}
+            return {model: found.accuracy(key[model]).scaled(scale, least) for model in key}
         against = {model: (_label(place_of[model], REFERENCE), names.FULL) for model in key}
-        return {model: _scaled(found.contrast({against[model]: 1, key[model]: -1}), scale) for model in key}
+        return {model: found.contrast({against[model]: 1, key[model]: -1}).scaled(scale) for model in key}
 
     methods, plain = [], (evidence, 1.0, 0.0)
     for cell, having in cells.items():
@@ -164,31 +164,14 @@ def _label(place: int, cell: Cell) -> str:
     return f"{place} {cell[0]} {cell[1]}"
 
 
-def _rewarded(evidence: Questions, rows: pd.DataFrame) -> tuple[Questions, float, float]:
+def _rewarded(answered: Answered, given: pd.Series) -> tuple[Questions, float, float]:
     """Return the evidence with rewards for outcomes, moved into 0..1; how far apart 0 and 1 are; and what 0 stands for.
 
     An interval is as wide in rewards as in this scale; its limits are the least and the greatest reward that occurred.
     """
-    given = rows[REWARD].to_numpy(dtype=float)
     least, most = float(given.min()), float(given.max())
     scale = (most - least) or 1.0
-    run = seed_labels(pd.Series(rows["seed"])) if "seed" in rows else ""
-    rows = rows.assign(question=rows["question"].astype(str), run=run, scaled=(given - least) / scale)
-    means = rows.groupby(["variant", "run", "question"], sort=True)["scaled"].agg(["mean"]).reset_index()
-    by_cell = {
-        (variant, run): means.loc[(means["variant"] == variant) & (means["run"] == run), "mean"].to_numpy()
-        for variant, run in set(zip(means["variant"], means["run"], strict=True))
-    }
-    trained = (cell for cell in evidence.cells if cell[0] != names.BASE)
-    cells = {cell: tuple(by_cell[cell[0], run] for run in evidence.runs) for cell in trained}
-    return replace(evidence, cells=cells), scale, least
-
-
-def _scaled(value: Estimate, scale: float, least: float = 0.0) -> Estimate:
-    if scale == 1.0 and least == 0.0:
-        return value
-    low, high = (least + scale * bound for bound in (value.low, value.high))
-    return Estimate(least + scale * value.estimate, scale * value.stderr, low, high, value.n)
+    return answered.read((given - least) / scale), scale, least
 
 
 def markdown(sizes: Sizes, failed: Sequence[str] = (), rewards: Sequence[str] = ()) -> str:
@@ -240,14 +223,13 @@ def markdown(sizes: Sizes, failed: Sequence[str] = (), rewards: Sequence[str] = 
 
 def findings(sizes: Sizes) -> list[str]:
     """Return sentences: for which methods the loss grows with size, shrinks, or cannot be told."""
-    trends = [method for method in sizes.methods if method.trend]
+    trends = [(method, method.trend) for method in sizes.methods if method.trend]
     sentences = []
     for answer, says in (("grows", "grows with size"), ("shrinks", "shrinks with size")):
-        for method in (each for each in trends if each.answer == answer):
+        for method, trend in (each for each in trends if each[0].answer == answer):
             corrected = "" if sizes.holm[method.name] < 1 - LEVEL else ", not significant after Holm's correction"
-            per_decade = interval(method.trend) if method.trend else ""
-            sentences.append(f"The loss of {method.name} {says}: {per_decade} per decade{corrected}.")
-    if unknown := [method.name for method in trends if method.answer == "cannot tell"]:
+            sentences.append(f"The loss of {method.name} {says}: {interval(trend)} per decade{corrected}.")
+    if unknown := [method.name for method, _ in trends if method.answer == "cannot tell"]:
         sentences.append(f"Whether the loss grows with size cannot be told for {', '.join(unknown)}.")
     return sentences
 
@@ -272,8 +254,7 @@ def metrics(sizes: Sizes) -> dict[str, float]:
     scores = {}
     for method in sizes.methods:
         if method.trend:
-            key = f"sizes/trend_{method.variant}_{method.scheme}".replace("+", "_")
-            scores |= {key: method.trend.estimate, f"{key}_low": method.trend.low, f"{key}_high": method.trend.high}
+            scores |= with_ends(f"sizes/trend_{names.in_metric(method.variant, method.scheme)}", method.trend)
     return scores
 
 

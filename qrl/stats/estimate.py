@@ -104,6 +104,13 @@ class Estimate:
     def __str__(self) -> str:
         return f"{signed(self.estimate)} [{signed(self.low)}, {signed(self.high)}] (n = {self.n})"
 
+    def scaled(self, scale: float, shift: float = 0.0) -> Estimate:
+        """Return the estimate in another unit; what is left out of it holds for values in 0..1 only."""
+        if (scale, shift) == (1, 0):
+            return self
+        ends = {key: getattr(self, key) * scale + shift for key in ("estimate", "low", "high")}
+        return Estimate(**ends, stderr=self.stderr * scale, n=self.n, df=self.df)
+
     def bounded(self) -> Estimate:
         """Return the estimate with the two-sided 95 % interval that its error gives, cut at `least` and `most`."""
         low, high = self.estimate - self.reach(TAIL, upwards=False), self.estimate + self.reach(TAIL, upwards=True)

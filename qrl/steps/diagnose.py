@@ -126,7 +126,7 @@ def _measure(recipe: Recipe, full: dict[str, Path], quantized: Quantized, out: P
 
 
 def _suffix(scheme: str, variant: str) -> str:
-    return f"{scheme}_{names.BASE}" if variant == names.BASE else scheme
+    return names.in_metric(scheme, names.BASE) if variant == names.BASE else names.in_metric(scheme)
 
 
 def _write(frame: pd.DataFrame, path: Path) -> None:

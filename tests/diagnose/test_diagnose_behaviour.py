@@ -46,26 +46,26 @@ def test_divergence_follows_its_definition(model, tiny_checkpoint, tmp_path):
     assert 0 < measured.kl_stderr < measured.kl
 
 
-def test_the_step_compares_and_draws_next_token_distributions(tiny_checkpoint, tmp_path, capsys):
+@pytest.mark.parametrize(("scheme", "in_metric"), [("nf4", "nf4"), ("nf4+kv-fp8", "nf4_kv-fp8")])
+def test_the_step_compares_and_draws_next_token_distributions(scheme, in_metric, tiny_checkpoint, tmp_path, capsys):
     path = quantize.run("nf4", tiny_checkpoint, tmp_path / "nf4").path
     settings = recipe.load("tiny", {"diagnose.behaviour": "3", "device": "cpu"})
     step.diagnose(
         settings,
         str(tiny_checkpoint),
         str(tiny_checkpoint),
-        quantized=f"base:nf4={path},grpo:nf4={path}",
+        quantized=f"base:{scheme}={path},grpo:{scheme}={path}",
         out=str(tmp_path / "out"),
     )
     rows = pd.read_parquet(tmp_path / "out" / "behaviour.parquet")
     assert sorted(zip(rows["variant"], rows["scheme"], rows["layer"], strict=True)) == sorted(
-        (variant, *row) for variant in ("base", "grpo") for row in (("nf4", -1), ("w4", 0), ("w4", 1))
+        (variant, *row) for variant in ("base", "grpo") for row in ((scheme, -1), ("w4", 0), ("w4", 1))
     )
     assert (rows["kl"] > 0).all() and (rows["n"] == 3).all()
     assert (tmp_path / "out" / "figures" / "behaviour.png").stat().st_size > 10_000
     assert "Next-token distributions" in (tmp_path / "out" / "figures" / "weights.html").read_text()
-    assert {"behaviour/kl_nf4_base", "behaviour/top1_agreement_nf4", "weights/code_flip_rate_nf4"} <= set(
-        capsys.readouterr().out.split()
-    )
+    wanted = {f"behaviour/kl_{in_metric}_base", f"behaviour/top1_agreement_{in_metric}"}
+    assert wanted | {f"weights/code_flip_rate_{in_metric}"} <= set(capsys.readouterr().out.split())
 
 
 def test_each_layer_alone_matters_less_than_all_and_is_put_back(model):

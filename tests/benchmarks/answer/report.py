@@ -21,7 +21,7 @@ import pandas as pd
 import tables
 
 from qrl import names
-from qrl.compare.outcomes import outcomes
+from qrl.compare.outcomes import Answered
 from qrl.compare.sizes import slope
 from qrl.stats import Estimate, holm_by_key
 from qrl.stats.text import interval, table
@@ -60,7 +60,7 @@ class Answers:
         labels = frame["size"].astype(str) + " " + frame["variant"].astype(str) + " " + frame["scheme"].astype(str)
         rows = frame.assign(variant=labels, scheme=FULL)
         first = rows[labels == _label((self.sizes[0], BASE, FULL))].assign(variant=BASE)  # a table has one base
-        self.evidence = outcomes(pd.concat([first, rows], ignore_index=True))
+        self.evidence = Answered(pd.concat([first, rows], ignore_index=True)).outcomes
 
     def contrast(self, weights: Weights) -> Estimate | None:
         """Return a weighted sum of accuracies; None if a cell was not evaluated."""
