@@ -191,6 +191,13 @@ def config(path: Path | str) -> dict:
     return settings
 
 
+def positions(path: Path | str) -> int | None:
+    """Return the longest text in tokens; None where config.json does not say, or scales positions."""
+    settings = config(path)
+    scaled = "factor" in (settings.get("rope_scaling") or settings.get("rope_parameters") or {})
+    return None if scaled else settings.get("max_position_embeddings")
+
+
 def shards(path: Path | str) -> list[str]:
     """Return the names of the weight files: model.safetensors, or else, as in transformers, those that the index lists.
 

@@ -145,7 +145,7 @@ def train_command(typed: Typed, settings) -> None:
 @cli.command("merge", cls=RecipeCommand, sections=("merge",), first=(*DATA, "merge.into"), checkout=True)
 @option("--adapter", required=True, metavar="DIR|MODEL", help="PEFT adapter to merge into the recipe's model.")
 def merge_command(settings, adapter: str) -> None:
-    """Merge an adapter into its full-precision base. How far the merge moves the logits is measured and limited."""
+    """Merge an adapter into its full-precision base. The KL from the trained model is measured, and limited."""
     from qrl.steps import train
 
     train.merge(settings, adapter)

@@ -116,7 +116,7 @@ def measure(frames: Mapping[str, pd.DataFrame], parameters: Mapping[str, int]) -
         parts.append(part[part["variant"].notna()])
     answered = Answered(pd.concat(parts, ignore_index=True))
     evidence, rows = answered.outcomes, answered.frame
-    rewarded = _rewarded(answered, rows[REWARD].astype(float)) if REWARD in rows else None
+    rewarded = _rewarded(answered, pd.Series(rows[REWARD]).astype(float)) if REWARD in rows else None
     place_of = {model: place for place, model in enumerate(models)}
 
     def by_model(source: tuple[Questions, float, float] | None, cell: Cell, *, loss: bool) -> dict[str, Estimate]:

@@ -1,9 +1,9 @@
 """The vLLM engine: prompts, completions and finish reasons as in `hf`, computed by vLLM's own kernels.
 
 This file and `vllm_support` contain what differs between vLLM's versions. They were written for 0.31.0 and also run on
-0.25.1; rollouts (`train/rollout`), the server (`serve/engines.py`) and `vllm bench serve` use what both have. A
-deterministic run fixes the number of sequences and the seed, turns prefix caching off and, on a GPU, uses
-batch-invariant kernels; `receipt` reports what ran.
+0.25.1; rollouts (`train/rollout`), the server (`serve/engines.py`) and `vllm bench serve` use what both have. Every
+run fixes the number of sequences and the seed and caches no prefix; on a GPU, a deterministic one also uses
+batch-invariant kernels. `receipt` reports what ran.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Vllm(AbstractContextManager):
         gc.collect()
 
     def receipt(self) -> dict[str, Any]:
-        """Return what ran: engine, dtype, kernels and the settings of a deterministic run."""
+        """Return what ran: engine, dtype, kernels and settings."""
         ran = {"engine": self.name, "dtype": self.dtype, "kernels": self.kernels, "batch_invariant": self.invariant}
         kept = {"kv_cache_dtype": "fp8"} if self._kv_fp8 else {}
         kept |= {"tensor_parallel": self._gpus} if self._gpus > 1 else {}

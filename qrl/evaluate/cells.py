@@ -183,11 +183,9 @@ def graded(labels: dict, questions: Sequence, completions: Sequence, task: str, 
 
 def check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
     """Raise BadInput if a prompt fills all of the model's positions: it would answer beyond what it was trained for."""
-    config = checkpoint.config(path)
-    positions = config.get("max_position_embeddings")
-    scaled = "factor" in (config.get("rope_scaling") or config.get("rope_parameters") or {})
+    positions = checkpoint.positions(path)
     for question, ids in zip(questions, prompts, strict=True):
-        if positions and not scaled and len(ids) >= positions:
+        if positions and len(ids) >= positions:
             raise BadInput(
                 f"Question {question.id} ('{question.question[:40]}…') is a prompt of {len(ids):,} tokens, "
                 f"but the model was made for {positions:,}: remove it from the held-out questions."
@@ -201,7 +199,7 @@ def _references(
 
     A question is left out if its solution is no more than the answer, or too long for the model's positions.
     """
-    positions = checkpoint.config(path).get("max_position_embeddings") or float("inf")
+    positions = checkpoint.positions(path) or float("inf")
     solutions = {}
     for place, (question, prompt_ids) in enumerate(zip(questions, prompts, strict=True)):
         worked = question.solution.strip()

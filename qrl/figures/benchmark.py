@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 from qrl.figures.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, canvas, finish
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from qrl.benchmark.capacity import Capacity
     from qrl.benchmark.summary import Line
+    from qrl.stats import Estimate
 
 COLOURS = (GREY, BLUE, ORANGE, GREEN, PURPLE, SKY, RED)
 STYLES = ("-", "--", ":", "-.")
@@ -28,13 +31,8 @@ def speeds(lines: Sequence[Line], path: str | Path, at_once: str = "prompts") ->
     figure, (above, below) = canvas(7.4, 6.4, rows=2)
     for number, label in enumerate(dict.fromkeys(line.label for line in lines)):
         own = [line for line in lines if line.label == label]
-        style = STYLES[number // len(COLOURS) % len(STYLES)]
-        look = {"color": COLOURS[number % len(COLOURS)], "ls": style, "marker": "o", "ms": 4, "capsize": 2}
         for axes, metric in ((above, "tokens_per_s"), (below, "latency_p95_s")):
-            values = [getattr(line, metric) for line in own]
-            bars = [value.estimate - value.low for value in values], [value.high - value.estimate for value in values]
-            batches, estimates = [line.batch for line in own], [value.estimate for value in values]
-            axes.errorbar(batches, estimates, yerr=bars, label=label, **look)
+            _series(axes, [line.batch for line in own], [getattr(line, metric) for line in own], number, label)
     for axes, name in ((above, "tokens per second"), (below, "latency p95, seconds")):
         axes.set_xscale("log", base=2)
         _plain_numbers(axes)
@@ -51,7 +49,16 @@ def speeds(lines: Sequence[Line], path: str | Path, at_once: str = "prompts") ->
         f"{fastest.engine}. Bars are 95 % intervals over {speed.n} interleaved rounds; "
         f"n = {min(line.requests for line in lines)} requests or more a point."
     )
-    finish(figure, above, title, note, path)
+    finish(figure, title, note, path)
+
+
+def _series(axes: Axes, places: Sequence[float], values: Sequence[Estimate], number: int, label: str) -> None:
+    """Draw the values of one label with their intervals, in its colour and line style."""
+    estimates = [value.estimate for value in values]
+    bars = [value.estimate - value.low for value in values], [value.high - value.estimate for value in values]
+    style = STYLES[number // len(COLOURS) % len(STYLES)]
+    look = {"color": COLOURS[number % len(COLOURS)], "ls": style, "marker": "o", "ms": 4, "capsize": 2}
+    axes.errorbar(places, estimates, yerr=bars, label=label, **look)
 
 
 def capacities(measured: Sequence[Capacity], path: str | Path) -> None:
@@ -64,10 +71,7 @@ def capacities(measured: Sequence[Capacity], path: str | Path) -> None:
     figure, axes = canvas(7.4, 4.2)
     for number, capacity in enumerate(measured):
         values = [point.latency_p95_s for point in capacity.points]
-        bars = [value.estimate - value.low for value in values], [value.high - value.estimate for value in values]
-        look = {"color": COLOURS[number % len(COLOURS)], "marker": "o", "ms": 4, "capsize": 2}
-        rates, estimates = [point.rate for point in capacity.points], [value.estimate for value in values]
-        axes.errorbar(rates, estimates, yerr=bars, label=capacity.label, **look)
+        _series(axes, [point.rate for point in capacity.points], values, number, capacity.label)
     limit = measured[0].limit_s
     axes.axhline(limit, color=GREY, ls=":", lw=1)
     axes.set_xscale("log", base=2)
@@ -82,7 +86,7 @@ def capacities(measured: Sequence[Capacity], path: str | Path) -> None:
     points = [point for capacity in measured for point in capacity.points]
     least, rounds = min(point.requests for point in points), points[0].latency_p95_s.n
     note = f"{best.engine}. Dotted: the limit. Bars: 95 % intervals over {rounds} rounds; n = {least} or more a point."
-    finish(figure, axes, title, note, path)
+    finish(figure, title, note, path)
 
 
 def _plain_numbers(axes) -> None:

@@ -68,7 +68,7 @@ def wrapped(title: str, width: float) -> str:
     return textwrap.fill(unbroken, width=int(9.1 * width))
 
 
-def finish(figure: Figure, axes: Axes, title: str, note: str, path: str | Path) -> None:
+def finish(figure: Figure, title: str, note: str, path: str | Path) -> None:
     """Put the title above and the note below, and write the file, whole or not at all."""
     title = wrapped(title, figure.get_figwidth())
     figure.suptitle(title, x=0.01, ha="left", size=13, weight="bold", color=INK)

@@ -50,7 +50,7 @@ def matrix(comparison: Comparison, path: str | Path) -> None:
     axes.grid(axis="x", visible=False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(variants), frameon=False, borderaxespad=0.2)
     gain = comparison.row(FULL)
-    finish(figure, axes, _gain_title(gain.variant, gain.delta), _matrix_note(comparison), path)
+    finish(figure, _gain_title(gain.variant, gain.delta), _matrix_note(comparison), path)
 
 
 def _matrix_note(comparison: Comparison) -> str:
@@ -99,7 +99,7 @@ def survival(comparison: Comparison, path: str | Path) -> None:
     if len(comparison.runs) > 1:
         note += f"\nMean of {len(comparison.runs)} seeds, intervals include the spread between seeds. Ticks: each seed."
     title = survival_finding([(row.scheme, verdict.verdict) for row, verdict, _ in rows], several, "Gain")
-    finish(figure, axes, title, note, path)
+    finish(figure, title, note, path)
 
 
 def _forest_row(axes, y: int, verdict: Verdict, value: Estimate) -> None:
@@ -154,7 +154,7 @@ def _forest(
     if measured.runs > 1:
         ticks = " (ticks)" if any(value.runs for *_, value in rows) else ""
         runs = f"mean of {measured.runs} training runs{ticks}, intervals include their spread"
-    finish(figure, axes, title, f"n = {rows[0][2].n} questions, paired; {runs}. Bars: 95 % intervals. {right}", path)
+    finish(figure, title, f"n = {rows[0][2].n} questions, paired; {runs}. Bars: 95 % intervals. {right}", path)
 
 
 def _draw_runs(axes, y: float, value: Estimate) -> None:

@@ -41,7 +41,7 @@ def behaviour(rows: pd.DataFrame, path: str | Path) -> None:
     first.legend(ncols=rows["variant"].nunique(), **LEGEND)
     sizes = f"n = {rows['n'].min():,} held-out texts, {rows['positions'].min():,} tokens"
     note = f"{sizes}; nothing is sampled. Bars: 95 % intervals over texts."
-    finish(figure, first, behaviour_finding(rows), note, path)
+    finish(figure, behaviour_finding(rows), note, path)
 
 
 def interval(row: Any, column: str) -> tuple[float, float, float]:

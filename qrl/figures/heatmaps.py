@@ -145,7 +145,7 @@ def _draw(panels: list[Panel], title: str, note: str, path: str | Path, across: 
     for panel, own in zip(panels, axes, strict=True):
         _panel(figure, own, panel)
     axes[-1].set_xlabel(across)
-    finish(figure, axes[0], title, note, path)
+    finish(figure, title, note, path)
 
 
 def _panel(figure, axes, panel: Panel) -> None:

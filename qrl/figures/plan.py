@@ -42,4 +42,4 @@ def chances(plan: Plan, path: str | Path) -> None:
         f"margin {a.expected_margin:.3f}, correlations {a.correlation:.2f} and {a.scheme_correlation:.2f}.\n"
         f"Horizontal line: the wanted power, {plan.power:.2f}."
     )
-    finish(figure, axes, summary(plan).replace("`", ""), note, path)
+    finish(figure, summary(plan).replace("`", ""), note, path)

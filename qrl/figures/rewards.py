@@ -42,7 +42,7 @@ def training(history: pd.DataFrame, path: Path, measure: str = "reward", probes:
     below = len(labels) - 1 + probed
     figure, grid = canvas(7.4, 2.2 + 1.5 * below + 1.2, rows=1 + below, heights=[2, *[1] * below])
     panels = list(np.atleast_1d(grid))
-    first, last = panels[0], panels[-1]
+    last = panels[-1]
     for axes in panels[:-1]:
         axes.tick_params(labelbottom=False)
     if probed:
@@ -59,7 +59,7 @@ def training(history: pd.DataFrame, path: Path, measure: str = "reward", probes:
     window = _window(history, measure)
     note = f"Faint: each logged step; bold: running mean over {window} steps. " if window > 1 else ""
     note += OF_STEPS
-    finish(figure, first, reward_found(history, measure), note, path)
+    finish(figure, reward_found(history, measure), note, path)
 
 
 def shown(history: pd.DataFrame, measure: str) -> dict[str, str]:

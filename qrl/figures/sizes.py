@@ -39,4 +39,4 @@ def sizes(measured: Sizes, title: str, path: str | Path) -> None:
     axes.set_ylabel("loss of accuracy against full precision")
     axes.legend(**LEGEND, ncols=3, fontsize=9)
     note = f"n = {measured.n} held-out questions, paired. Bars: 95 % intervals over {measured.over}."
-    finish(figure, axes, title, note, path)
+    finish(figure, title, note, path)

@@ -50,7 +50,7 @@ def layer_error(weights: pd.DataFrame, path: str | Path) -> None:
         f"{frame['tensor'].nunique()} tensors of {', '.join(variants)}. "
         f"Lines: means over a layer, weighted by size{'; dots: single tensors' if below else ''}."
     )
-    finish(figure, above, error_finding(frame, variants), note, path)
+    finish(figure, error_finding(frame, variants), note, path)
 
 
 def _changes(axes, frame: pd.DataFrame, variants: list[str]) -> None:
@@ -165,7 +165,7 @@ def spread(weights: pd.DataFrame, path: str | Path, multiplier: float = 6.0) -> 
         share = (rows["abs_outlier_frac"] * rows["numel"]).sum() / rows["numel"].sum()
         totals.append(f"{1e6 * share:,.3g} in {variant}")
     title = f"Outliers per million weights (above {multiplier:g} × the median): {', '.join(totals)}"
-    finish(figure, axes, title, note, path)
+    finish(figure, title, note, path)
 
 
 def _column(axes, rows: pd.DataFrame, x: float, half: float, colour: str) -> None:

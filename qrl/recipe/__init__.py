@@ -2,7 +2,6 @@
 
 from qrl.recipe.load import (
     DEFAULT,
-    REMOVED,
     RENAMED,
     about,
     change,

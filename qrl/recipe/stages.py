@@ -57,11 +57,6 @@ class Stage(Section):
         return cell
 
     @property
-    def variant(self) -> str:
-        """The training that made its weights."""
-        return self.cell.partition(":")[0]
-
-    @property
     def scheme(self) -> str:
         """How its weights are stored."""
         return self.cell.partition(":")[2]

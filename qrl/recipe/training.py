@@ -178,6 +178,21 @@ class Train(Section):
         return {"full": "fp32", "lora": "bf16" if self.dtype == "bf16" else "fp32", "qlora": "nf4"}[self.method]
 
     @property
+    def rank(self) -> int:
+        """Rank of the adapter: `lora_rank`, or its default."""
+        return self.lora_rank or 16
+
+    @property
+    def alpha(self) -> int:
+        """Scale of the adapter, divided by its rank: `lora_alpha`, or its default."""
+        return self.lora_alpha or 2 * self.rank
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """One weight per reward: `reward_weights`, or 1 each."""
+        return self.reward_weights or (1.0,) * len(self.rewards)
+
+    @property
     def variant(self) -> str:
         """The variant of the trained weights: `grpo`, `sft`, `qat-int4`, `distilled`, or `qad-int4` with both."""
         trained_in = Path(self.qat).stem

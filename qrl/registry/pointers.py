@@ -116,12 +116,9 @@ def _there(name: str) -> RegisteredModel:
 
 def _astray(past: History, model: RegisteredModel) -> list[str]:
     """Return a sentence for every pointer that does not show the history."""
-    state, aliases = past.state, {alias: int(version) for alias, version in model.aliases.items()}
-    wanted, ours = state.aliases(), _ours(past)
+    aliases, shown, expected, unlike = _compared(past, model)
+    wanted, ours = past.state.aliases(), _ours(past)
     differing = [alias for alias in sorted(ours) if aliases.get(alias) != wanted.get(alias)]
-    shown = {entry.current_stage: int(entry.version) for entry in model.latest_versions or ()}
-    expected = {mirrored: version for version, mirrored in state.shown().items()}
-    unlike = [mirrored for mirrored in MIRRORED if shown.get(mirrored) != expected.get(mirrored)]
     tag = model.tags.get(names.TAG_HISTORY)
     if not past.records or not (differing or unlike or past.deleted or tag != past.run_id):
         return []
@@ -138,6 +135,16 @@ def _astray(past: History, model: RegisteredModel) -> list[str]:
     ]
 
 
+def _compared(
+    past: History, model: RegisteredModel
+) -> tuple[dict[str, int], dict[str, int], dict[str, int], list[str]]:
+    """Return the aliases; what MLflow's stages show and should show; and which of these differ."""
+    aliases = {alias: int(version) for alias, version in model.aliases.items()}
+    shown = {entry.current_stage: int(entry.version) for entry in model.latest_versions or ()}
+    expected = {mirrored: version for version, mirrored in past.state.shown().items()}
+    return aliases, shown, expected, [each for each in MIRRORED if shown.get(each) != expected.get(each)]
+
+
 def _ours(past: History) -> set[str]:
     """Return the aliases that stages of the model may have."""
     stages = {*USUAL, *past.state.declared}
@@ -149,11 +156,8 @@ def _carry_out(past: History) -> History:
     name, head, client = past.name, past.records[-1], MlflowClient()
     began = time.monotonic()
     model, state, there = _there(name), past.state, {}
-    aliases = {alias: int(version) for alias, version in model.aliases.items()}
-    now = {entry.current_stage: int(entry.version) for entry in model.latest_versions or ()}
-    then = {mirrored: version for version, mirrored in state.shown().items()}
+    aliases, now, then, unlike = _compared(past, model)
     moving = [alias for alias, version in state.aliases().items() if aliases.get(alias) != version]
-    unlike = [mirrored for mirrored in MIRRORED if now.get(mirrored) != then.get(mirrored)]
     touched = {head.version, *(state.aliases()[alias] for alias in moving)}
     touched |= {version for mirrored in unlike for version in (now.get(mirrored), then.get(mirrored)) if version}
     for number in touched - {0}:  # the others, of which there may be thousands, are as they should be

@@ -6,24 +6,20 @@ engine also ends when its parent dies. This is a program of its own because code
 process with threads.
 """
 
-import ctypes
 import importlib
 import json
 import os
 import runpy
-import signal
 import sys
 
+from qrl.process import die_with_parent
+
 IMPORTED = "qrl: imported"  # the line on stdout once the imports are done
-_PR_SET_PDEATHSIG = 1
 
 
 def main(parent: int, module: str) -> None:
     """Ask the kernel for SIGTERM when the parent dies, however it dies, and run the module as `python -m` would."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:  # it died before the call
-        return
+    die_with_parent(parent)
     importlib.import_module(module)
     print(IMPORTED, flush=True)
     line = sys.stdin.readline()

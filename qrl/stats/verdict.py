@@ -150,12 +150,12 @@ def _edge(accuracies: dict[str, float]) -> str | None:
     return None
 
 
-def smallest_detectable(contrast: Estimate, tail: float = TAIL, power: float = POWER) -> float:
-    """Return the smallest true value of a contrast that clears its bound with error `tail` at this power.
+def smallest_detectable(contrast: Estimate, tail: float = TAIL) -> float:
+    """Return the smallest true value of a contrast that clears its bound with error `tail` at the verdicts' power.
 
     Source: a z test's detectable effect, (z_tail + z_power) σ, with the estimate's own reach in place of z_tail σ.
     """
-    return max(contrast.reach(tail, upwards=upwards) for upwards in (False, True)) + quantile(power) * contrast.stderr
+    return max(contrast.reach(tail, upwards=upwards) for upwards in (False, True)) + quantile(POWER) * contrast.stderr
 
 
 def _to_decide(gain: Estimate, tested: _Tested) -> dict[str, Any]:

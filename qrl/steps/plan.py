@@ -57,7 +57,7 @@ def make(
         click.echo(f"Written to {out}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/{FIGURE}.", err=True)
 
 
-def read_pilot(path: str, scheme: str | None, reference: str | None = None) -> tuple[dict[str, float], list[str]]:
+def read_pilot(path: str, scheme: str | None, reference: str | None) -> tuple[dict[str, float], list[str]]:
     """Return fields of `plan.Assumptions` that a study's questions suggest, and sentences on how certain they are.
 
     Raises:

@@ -63,21 +63,7 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
     how = {"task": recipe.task, "template": prompt.of(recipe), "seed": recipe.seed, "device": device}
     folders = {"base": base.path, "work": work / "trainer", "out": work / "model"}
     job = Job(questions=questions, probed=probed, **sections, **how, **folders)
-    rollout.check(recipe.rollout, device, recipe.train)
-    if teacher:
-        distill.check(base, teacher, job)
-    elif recipe.train.algorithm == "sft":
-        sft.check(base, job)
-    elif recipe.train.trainer == "verl":
-        verl.check(base, job)
-    else:
-        grpo.check(base, job)
-    if recipe.train.algorithm != "sft":
-        rollout.check_installed(recipe.rollout)
-        if device == "cuda" and recipe.train.trainer == "trl":
-            rollout.check_memory(
-                recipe.rollout, recipe.train, _parameters(base), _parameters(teacher) if teacher else 0
-            )
+    _check(job, base, teacher)
     if process.rank():
         verl.join(job) if recipe.train.trainer == "verl" else _run(job, teacher)
         return
@@ -105,6 +91,24 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
             click.echo(f"Resumed from the checkpoint of step {trained.resumed_from}.", err=True)
         _log_training(trained, work)
         _record(recipe, trained.path, base.digest, [names.HISTORY, names.FIGURES], adapter=trained.adapter)
+
+
+def _check(job: Job, base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint | None) -> None:
+    """Check that the trainer that the settings name can do this job here."""
+    settings = job.settings
+    rollout.check(job.rollout, job.device, settings)
+    if teacher:
+        distill.check(base, teacher, job)
+    elif settings.algorithm == "sft":
+        sft.check(base, job)
+    elif settings.trainer == "verl":
+        verl.check(base, job)
+    else:
+        grpo.check(base, job)
+    if settings.algorithm != "sft":
+        rollout.check_installed(job.rollout)
+        if job.device == "cuda" and settings.trainer == "trl":
+            rollout.check_memory(job.rollout, settings, _parameters(base), _parameters(teacher) if teacher else 0)
 
 
 def _say_unused(recipe: Recipe, gpus: int) -> None:

@@ -38,14 +38,13 @@ class Shape:
         config = checkpoint.config(path)
         hidden, heads = config.get("hidden_size") or 0, config.get("num_attention_heads") or 1
         size = (config.get("num_key_value_heads") or heads) * (config.get("head_dim") or hidden // heads)
-        scaled = "factor" in (config.get("rope_scaling") or config.get("rope_parameters") or {})
         return cls(
             sum(entry.numel for entry in checkpoint.entries(path).values()),
             config.get("num_hidden_layers") or 0,
             hidden,
             config.get("vocab_size") or 0,
             2 * size,
-            None if scaled else config.get("max_position_embeddings"),
+            checkpoint.positions(path),
         )
 
 

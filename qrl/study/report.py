@@ -189,7 +189,6 @@ def _rewarded(frame: pd.DataFrame, recipe: Recipe) -> pd.DataFrame:
     given = recipe.train.rewards
     if given == ("correct",):
         return frame
-    weights = recipe.train.reward_weights or (1.0,) * len(given)
     values = {"correct": frame["correct"], "format": frame["parsed"].notna()}
     texts = {"completions": frame["completion"].tolist(), "answer": frame["answer"].tolist()}
     for name in set(given) - set(values):
@@ -198,7 +197,8 @@ def _rewarded(frame: pd.DataFrame, recipe: Recipe) -> pd.DataFrame:
         else:  # soft_overlong looks at the number of tokens alone
             tokens = [range(length) for length in frame["n_tokens"]] if name == "soft_overlong" else None
             values[name] = reward.functions(recipe.task, (name,), recipe.train)[0](**texts, completion_ids=tokens)
-    total = sum(weight * np.asarray(values[name], dtype=float) for name, weight in zip(given, weights, strict=True))
+    weights = zip(given, recipe.train.weights, strict=True)
+    total = sum(weight * np.asarray(values[name], dtype=float) for name, weight in weights)
     return frame.assign(**{REWARD: total})
 
 

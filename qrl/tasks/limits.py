@@ -7,11 +7,9 @@ The process is started afresh, so that it shares no lock and no GPU with this on
 from __future__ import annotations
 
 import atexit
-import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -19,11 +17,12 @@ from concurrent.futures.process import BrokenProcessPool
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
+from qrl.process import die_with_parent
+
 if TYPE_CHECKING:
     from pebble import ProcessPool
 
 LATE = object()  # in place of a result: the time was over
-_PR_SET_PDEATHSIG = 1
 _lock = threading.Lock()
 _pools: dict[tuple, ProcessPool] = {}  # by process id and file: a forked child has its parent's pools without threads
 
@@ -75,10 +74,7 @@ def _begin(parent: int, path: str, source: bytes) -> None:
     """Die with the process that asked, whatever the file does, and load the file."""
     from qrl.tasks import own
 
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+    die_with_parent(parent, signal.SIGKILL)
     own.begin(path, source)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a call into C at once; a handler of Python's would wait for it
 

@@ -89,13 +89,9 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
 
 def requirements(scheme: str) -> list[str]:
     """Return a model's pip requirements: the pins of the project's conda.yaml, or what is installed without one."""
-    pins = {}
-    if keys.CORE.is_file():
-        dependencies = yaml.safe_load(keys.CORE.read_text())["dependencies"]
-        lines = next(part["pip"] for part in dependencies if isinstance(part, dict))
-        pins = {line.partition("==")[0]: line for line in lines}
+    pins = keys.pins()
     wanted = ("mlflow", "torch", "transformers", "accelerate", *_NEEDS.get(scheme, ()))
-    return [pins.get(package) or _installed(package) for package in wanted]
+    return [f"{package}=={pins[package]}" if package in pins else _installed(package) for package in wanted]
 
 
 def put(source: Path, target: Path, *, link: bool) -> None:

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 import mlflow
 import requests
-import yaml
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
 from qrl.errors import BadInput, QrlError, first_line
@@ -76,9 +75,7 @@ def examine(name: str | None = None) -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    dependencies = yaml.safe_load(keys.CORE.read_text())["dependencies"] if keys.CORE.is_file() else []
-    lines = next((part["pip"] for part in dependencies if isinstance(part, dict)), [])
-    pins = dict(line.split(";")[0].strip().split("==") for line in lines)
+    pins = keys.pins()
     installed_now = {package: installed(package) for package in pins}
     other = [
         f"{package} {installed_now[package] or 'missing'} instead of {pin}"

@@ -10,6 +10,8 @@ import json
 from functools import cache
 from pathlib import Path
 
+import yaml
+
 from qrl import names, process
 from qrl.quantize import settings as choices
 from qrl.recipe import Recipe
@@ -24,6 +26,13 @@ VERL = ROOT / "projects" / "verl" / "conda.yaml"
 INPUT, SOURCE = "input ", "qrl/"  # begin the names of inputs and sources among a key's parts
 SECTIONS = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 PARTS: dict[str, dict[str, str]] = {}  # of the keys that this process made, to say why a finished step is not reused
+
+
+def pins() -> dict[str, str]:
+    """Return package → release that the core environment pins; empty without a checkout."""
+    dependencies = yaml.safe_load(CORE.read_text())["dependencies"] if CORE.is_file() else []
+    lines = next((part["pip"] for part in dependencies if isinstance(part, dict)), [])
+    return dict(line.split(";")[0].strip().split("==") for line in lines)
 
 
 def trained(recipe: Recipe, base: str, device: str, *, teacher: str | None = None, processes: int = 1) -> str:

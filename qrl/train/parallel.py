@@ -132,7 +132,7 @@ def others(count: int, recipe: str) -> Iterator[None]:
 
 
 def agree(start: Mapping[str, str]) -> None:
-    """Check that all processes begin their training alike; each calls this once.
+    """Check that all processes begin their training alike; each of several calls this once.
 
     Args:
         start: what it is → its digest in this process.
@@ -140,8 +140,6 @@ def agree(start: Mapping[str, str]) -> None:
     Raises:
         BadInput: a process has another digest than the first one.
     """
-    if process.world_size() == 1:
-        return
     from accelerate.utils import gather_object
 
     first, *rest = gather_object([dict(start)])

@@ -16,7 +16,6 @@ from qrl.errors import BadInput
 from qrl.formats.header import Entry
 from qrl.recipe import PACKED, Train
 
-RANK = 16  # of an adapter, where the recipe sets none
 RECORD = "qrl_base.json"  # beside an adapter: what it was trained over
 HEADS = ("lm_head", "embed_out", "output")  # output heads: TRL reads their weights without any adapter
 BYTES_WITH_REFERENCE = 20  # per parameter in full training: master 4, gradient 4, AdamW 8, reference 4
@@ -116,9 +115,8 @@ def adapter(settings: Train):
     process.hush_gptqmodel()
     from peft import LoraConfig
 
-    rank, targets = settings.lora_rank or RANK, list(settings.lora_targets) or "all-linear"
-    alpha = settings.lora_alpha or 2 * rank
-    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    targets = list(settings.lora_targets) or "all-linear"
+    return LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, task_type="CAUSAL_LM")
 
 
 def widen(model) -> None:

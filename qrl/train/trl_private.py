@@ -1,8 +1,8 @@
 """The only file that touches what TRL keeps private; `tests/train/test_trl_private.py` states what it relies on.
 
-TRL's link to vLLM is replaced in four points. Weights are sent out of place (`rollout.sync`). Completions come as token
-ids and flat log-probabilities (3.0 s instead of 7.1). A colocated engine can store its weights in FP8. The seed of a
-rollout follows from recipe and step, so that a resumed run samples the same.
+TRL's link to vLLM is replaced. Weights are sent out of place (`rollout.sync`), as codes, or as an adapter for a slot.
+Completions come as token ids and flat log-probabilities (3.0 s instead of 7.1). A colocated engine can hold FP8 or a
+format's codes. The seed of a rollout follows from recipe and step, so that a resumed run samples the same.
 """
 
 import functools
@@ -322,10 +322,7 @@ def question_order(questions: int, of_a_step: int, seed: int) -> Iterator[int]:
 
 
 def distillation_trainer(
-    divergence: Callable[[torch.Tensor, Likeliest], torch.Tensor],
-    teacher: Teacher,
-    settings: Rollout = _TRANSFORMERS,
-    qat: str = "none",
+    divergence: Callable[[torch.Tensor, Likeliest], torch.Tensor], teacher: Teacher, settings: Rollout, qat: str
 ) -> type:
     """Return TRL's distillation trainer with another loss; bookkeeping stays TRL's, and sampling unless vLLM samples.
 

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -137,6 +138,20 @@ def test_a_cell_with_samples_has_a_row_for_each_and_scores_questions_not_answers
     assert metrics["eval/pass_at_3"] == pytest.approx((per_question > 0).mean())
     assert metrics["eval/pass_at_2"] <= metrics["eval/pass_at_3"]
     pd.testing.assert_frame_equal(asked_thrice()[1].frame, found.frame)
+
+
+@pytest.mark.parametrize(("rope", "all_known"), [({}, False), ({"rope_type": "linear", "factor": 4.0}, True)])
+def test_solutions_beyond_the_positions_are_left_out_unless_these_are_scaled(rope, all_known, prompts, tmp_path):
+    path = Path(shutil.copytree(tiny.PATH, tmp_path / "model"))
+    config = json.loads((path / "config.json").read_text())
+    config["rope_parameters"] |= rope
+    config["max_position_embeddings"] = max(map(len, prompts)) + 1  # no room for the longest one
+    (path / "config.json").write_text(json.dumps(config))
+    settings = Evaluate(max_new_tokens=4, batch_size=8, perplexity=True)
+    recipe = Recipe(task="arithmetic", prompt="plain", evaluate=settings)
+    questions = tasks.load("arithmetic", "heldout", 12, 0)
+    found = cells.ask(cells.Cell("base", "full", path), questions, recipe, "cpu").frame
+    assert found["reference_logprob"].notna().all() == all_known
 
 
 def test_a_prompt_that_fills_all_positions_is_refused_and_copies_of_questions_are_told():

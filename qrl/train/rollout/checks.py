@@ -15,7 +15,6 @@ from qrl import process
 from qrl.errors import BadInput
 from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout, Train
-from qrl.train import policy
 from qrl.train.rollout import codes, slot, vllm_engine
 
 VLLM = "vllm"
@@ -52,7 +51,7 @@ def check(settings: Rollout, device: str, train: Train) -> None:
         _check_real(settings, train)
     elif train.qat != "none":
         _check_qat(settings, train)
-    if reason := slot.unfit(settings, train, policy.RANK):
+    if reason := slot.unfit(settings, train):
         raise BadInput(f"rollout.adapter = slot {reason}, or rollout.adapter = merged.")
     _check_sampling(settings, train)
     if device != "cuda":

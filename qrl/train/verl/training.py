@@ -201,9 +201,8 @@ def merge(base: checkpoint.Checkpoint, job: Job) -> None:
         for file in (adapter if settings.adapter else merged).glob("*.safetensors*"):
             os.link(file, folder / file.name)
         if settings.adapter:
-            rank = settings.lora_rank or policy.RANK
             config = json.loads((adapter / "adapter_config.json").read_text())
-            config |= {"r": rank, "lora_alpha": settings.lora_alpha or 2 * rank, "task_type": "CAUSAL_LM"}
+            config |= {"r": settings.rank, "lora_alpha": settings.alpha, "task_type": "CAUSAL_LM"}
             (folder / "adapter_config.json").write_text(json.dumps(config))
             save.settle_adapter(folder)
             policy.record(folder, settings, base.digest)

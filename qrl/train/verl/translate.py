@@ -12,7 +12,7 @@ from qrl.engine import vllm
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train, Watch
 from qrl.tasks import prompt
-from qrl.train import arguments, parallel, policy
+from qrl.train import arguments, parallel
 from qrl.train.job import Job
 from qrl.train.verl import score
 
@@ -245,8 +245,7 @@ def _policy(job: Job) -> dict[str, Any]:
         f"{SAMPLER}.load_format": "safetensors" if train.adapter else "dummy",  # an adapter is sent without its base
     }
     if train.adapter:
-        rank = train.lora_rank or policy.RANK
-        made |= {f"{MODEL}.lora_rank": rank, f"{MODEL}.lora_alpha": train.lora_alpha or 2 * rank}
+        made |= {f"{MODEL}.lora_rank": train.rank, f"{MODEL}.lora_alpha": train.alpha}
         made[f"{MODEL}.target_modules"] = list(train.lora_targets) or "all-linear"
     return made
 
