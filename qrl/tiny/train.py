@@ -1,12 +1,18 @@
 """Train a small model from scratch, in lines of progress; a killed training goes on from its last saved state."""
 
+from __future__ import annotations
+
 import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qrl.tiny.corpus import Corpus
 from qrl.workspace import written_whole
+
+if TYPE_CHECKING:
+    import torch
 
 LINE_S = 10  # seconds between lines of progress
 
@@ -75,9 +81,8 @@ def train(
     started, spent, reported, since = time.monotonic(), progress.seconds, float("-inf"), progress.tokens
     while progress.step < steps:
         batch = [torch.tensor(text) for text in itertools.islice(ids, budget.batch)]
-        rows = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=tokens.pad_token_id).to(device)
         optimizer.zero_grad()
-        loss = _backward(model, rows, [len(text) - 1 for text in batch], micro_batch or len(rows), tokens.pad_token_id)
+        loss = _backward(model, batch, micro_batch or len(batch), tokens.pad_token_id)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
@@ -102,24 +107,26 @@ def train(
     return progress
 
 
-def _backward(model, rows, lengths: list[int], size: int, pad: int):
+def _backward(model, texts: list[torch.Tensor], size: int, pad: int):
     """Add a step's gradients, in parts of some texts, and return its loss: the mean over all tokens, in nats.
 
     Args:
-        rows: N texts, padded, on the model's device.
-        lengths: of the N texts, in tokens to predict; known here, so nothing waits for the device.
+        texts: token ids of each, on a CPU. Those of a part are of like lengths, so that little of it is padding.
         size: texts in one part.
         pad: the padding token, which no text holds.
     """
     import torch
 
-    loss = torch.zeros((), device=rows.device)
-    for place, part in enumerate(rows.split(size)):
-        with torch.autocast(rows.device.type, torch.bfloat16):
-            logits = model(part).logits
-        predicted, expected = logits[:, :-1].flatten(0, 1).float(), part[:, 1:].flatten()
+    loss, predictions = torch.zeros((), device=model.device), sum(map(len, texts)) - len(texts)
+    if size < len(texts):
+        texts = sorted(texts, key=len)
+    for part in (texts[place : place + size] for place in range(0, len(texts), size)):
+        rows = torch.nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=pad).to(model.device)
+        with torch.autocast(model.device.type, torch.bfloat16):
+            logits = model(rows).logits
+        predicted, expected = logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten()
         own = torch.nn.functional.cross_entropy(predicted, expected, ignore_index=pad)
-        own = own * (sum(lengths[place * size : (place + 1) * size]) / sum(lengths))
+        own = own * ((sum(map(len, part)) - len(part)) / predictions)
         own.backward()
         loss += own.detach()
     return loss
