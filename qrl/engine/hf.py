@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint, process
 from qrl.engine import attention, pretrained
 from qrl.errors import PANIC, BadInput
-from qrl.formats import plain
+from qrl.formats import kind, plain
 from qrl.tasks import sandbox
 
 if TYPE_CHECKING:
@@ -185,10 +185,8 @@ def simulated(path: Path, device: str) -> str:
     quantization = checkpoint.config(path).get("quantization_config") or {}
     if quantization.get("quant_method") == "bitsandbytes" and quantization.get("load_in_8bit") and device == "cpu":
         return "activations not rounded to int8"
-    for group in (quantization.get("config_groups") or {}).values():
-        if inputs := group.get("input_activations"):
-            kind = f"{inputs['type']}{inputs['num_bits']}"
-            return f"activations rounded to {kind} in software, products in full precision"
+    if rounded := kind.rounded(quantization):
+        return f"activations rounded to {rounded[0]} in software, products in full precision"
     return ""
 
 

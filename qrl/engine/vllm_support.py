@@ -42,9 +42,7 @@ def emulated(path: Path, device: str) -> dict[str, str]:
     They are then rounded in software. vLLM's own choice, Marlin, would leave them as they are, and the cell of `nvfp4`
     would be one of `nvfp4a16`.
     """
-    if device == "cpu" or not any(
-        (inputs.get("num_bits"), inputs.get("type")) == (4, "float") for inputs in _inputs(path)
-    ):
+    if device == "cpu" or "float4" not in _rounded(path):
         return {}
     from vllm.platforms import current_platform
 
@@ -55,8 +53,8 @@ def emulated(path: Path, device: str) -> dict[str, str]:
 def departs(path: Path, kernels: Iterable[str]) -> str:
     """Describe how kernels depart from a checkpoint's format; empty if they do not."""
     kernels = sorted(kernels)
-    for inputs in _inputs(path):
-        rounded = f"rounded to {inputs['type']}{inputs['num_bits']}"
+    for values in _rounded(path):
+        rounded = f"rounded to {values}"
         if kernel := next((name for name in kernels if any(part in name for part in _UNROUNDED)), ""):
             return f"activations not {rounded}: the kernel here is {kernel}"
         if any("Emulation" in name for name in kernels):
@@ -64,10 +62,8 @@ def departs(path: Path, kernels: Iterable[str]) -> str:
     return ""
 
 
-def _inputs(path: Path) -> list[dict]:
-    """Return how a checkpoint rounds activations, by group of layers."""
-    groups = (checkpoint.config(path).get("quantization_config") or {}).get("config_groups") or {}
-    return [group["input_activations"] for group in groups.values() if group.get("input_activations")]
+def _rounded(path: Path) -> list[str]:
+    return kind.rounded(checkpoint.config(path).get("quantization_config") or {})
 
 
 def check_runs(path: Path, device: str, deterministic: bool = False) -> None:

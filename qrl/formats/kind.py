@@ -28,8 +28,13 @@ FEW_BITS = tuple(scheme for scheme, kinds in KINDS.items() if set(kinds) <= {INT
 
 def of_weights_alone(quantization: Mapping[str, Any]) -> bool:
     """Return whether a `quantization_config` leaves activations as they are, so that plain matrices give the same."""
-    groups = (quantization.get("config_groups") or {}).values()
-    return not (quantization.get("load_in_8bit") or any(group.get("input_activations") for group in groups))
+    return not (quantization.get("load_in_8bit") or rounded(quantization))
+
+
+def rounded(quantization: Mapping[str, Any]) -> list[str]:
+    """Return what a `quantization_config` of compressed-tensors rounds activations to, by group of layers: `float4`."""
+    inputs = (group.get("input_activations") for group in _groups(quantization))
+    return [f"{each.get('type')}{each.get('num_bits')}" for each in inputs if each]
 
 
 def of(quantization: Mapping[str, Any]) -> set[str]:
@@ -37,9 +42,13 @@ def of(quantization: Mapping[str, Any]) -> set[str]:
     if quantization.get("load_in_8bit") or quantization.get("load_in_4bit"):
         return {INT8 if quantization.get("load_in_8bit") else FP4}
     kinds = set()
-    for group in (quantization.get("config_groups") or {}).values():
+    for group in _groups(quantization):
         if weights := group.get("weights"):
             values = "floats" if weights.get("type") == "float" else "integers"
             rounded = _ROUNDED if group.get("input_activations") else ""
             kinds.add(f"{weights.get('num_bits')}-bit {values}{rounded}")
     return kinds
+
+
+def _groups(quantization: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return list((quantization.get("config_groups") or {}).values())
