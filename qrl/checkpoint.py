@@ -29,6 +29,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 SCALES = "activation_scales.json"  # of a model with quantized activations: a linear's name → scale of its inputs
+_SCALES_COUNTED = ("llama3", "longrope", "su")  # in max_position_embeddings; for the other types it is unscaled
 TEMPLATES = "additional_chat_templates"  # a folder of templates; transformers prefers its default.jinja to all others
 # The digest covers every file that transformers, vLLM or AutoAWQ may read: weights, configuration, and how text becomes
 # tokens and back. A model card, MLflow's MLmodel and a trainer's leftovers decide nothing. Further weights are refused.
@@ -194,7 +195,8 @@ def config(path: Path | str) -> dict:
 def positions(path: Path | str) -> int | None:
     """Return the longest text in tokens; None where config.json does not say, or scales positions."""
     settings = config(path)
-    scaled = "factor" in (settings.get("rope_scaling") or settings.get("rope_parameters") or {})
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
+    scaled = "factor" in rope and rope.get("rope_type", rope.get("type")) not in _SCALES_COUNTED
     return None if scaled else settings.get("max_position_embeddings")
 
 

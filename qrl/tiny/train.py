@@ -111,7 +111,8 @@ def _backward(model, texts: list[torch.Tensor], size: int, pad: int):
     """Add a step's gradients, in parts of some texts, and return its loss: the mean over all tokens, in nats.
 
     Args:
-        texts: token ids of each, on a CPU. Those of a part are of like lengths, so that little of it is padding.
+        texts: token ids of each, on a CPU. Those of a part are of like lengths, so that little of it is padding; the
+            longest come first, whose memory the others can use.
         size: texts in one part.
         pad: the padding token, which no text holds.
     """
@@ -119,9 +120,11 @@ def _backward(model, texts: list[torch.Tensor], size: int, pad: int):
 
     loss, predictions = torch.zeros((), device=model.device), sum(map(len, texts)) - len(texts)
     if size < len(texts):
-        texts = sorted(texts, key=len)
-    for part in (texts[place : place + size] for place in range(0, len(texts), size)):
-        rows = torch.nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=pad).to(model.device)
+        texts = sorted(texts, key=len, reverse=True)
+    parts = [texts[place : place + size] for place in range(0, len(texts), size)]
+    padded = [torch.nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=pad) for part in parts]
+    padded = [rows.to(model.device) for rows in padded]  # all before the first is computed, which a copy would wait for
+    for part, rows in zip(parts, padded, strict=True):
         with torch.autocast(model.device.type, torch.bfloat16):
             logits = model(rows).logits
         predicted, expected = logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten()

@@ -32,7 +32,8 @@ def pins() -> dict[str, str]:
     """Return package → release that the core environment pins; empty without a checkout."""
     dependencies = yaml.safe_load(CORE.read_text())["dependencies"] if CORE.is_file() else []
     lines = next((part["pip"] for part in dependencies if isinstance(part, dict)), [])
-    return dict(line.split(";")[0].strip().split("==") for line in lines)
+    pinned = (line.split(";")[0].strip().split("==") for line in lines)
+    return {package: release for package, *releases in pinned for release in releases}
 
 
 def trained(recipe: Recipe, base: str, device: str, *, teacher: str | None = None, processes: int = 1) -> str:

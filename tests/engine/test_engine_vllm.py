@@ -309,8 +309,8 @@ save_file({
 
 
 @pytest.mark.slow
-def test_vllms_emulation_of_nvfp4_multiplies_what_transformers_multiplies(python_of, tmp_path, monkeypatch):
-    """Bit for bit, by the reference of the arithmetic that GPUs before Blackwell are asked for.
+def test_vllms_emulation_of_nvfp4_rounds_and_unpacks_as_transformers_does(python_of, tmp_path, monkeypatch):
+    """Bit for bit, by its reference on a CPU; GPUs run kernels of their own.
 
     Inputs in fp32, since transformers takes a group's largest one over six in the model's dtype: in bf16 1.7 % of the
     rounded inputs are others. Weights in bf16, to which compressed-tensors unpacks them, whatever the dtype.

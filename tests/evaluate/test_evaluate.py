@@ -22,6 +22,8 @@ from qrl.tasks.question import leaked as is_leaked
 
 pytestmark = pytest.mark.process
 
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
 
 @pytest.fixture(scope="module")
 def loaded():
@@ -140,7 +142,14 @@ def test_a_cell_with_samples_has_a_row_for_each_and_scores_questions_not_answers
     pd.testing.assert_frame_equal(asked_thrice()[1].frame, found.frame)
 
 
-@pytest.mark.parametrize(("rope", "all_known"), [({}, False), ({"rope_type": "linear", "factor": 4.0}, True)])
+@pytest.mark.parametrize(
+    ("rope", "all_known"),
+    [
+        ({}, False),
+        ({"rope_type": "linear", "factor": 4.0}, True),
+        ({"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 64} | LLAMA3, False),
+    ],
+)
 def test_solutions_beyond_the_positions_are_left_out_unless_these_are_scaled(rope, all_known, prompts, tmp_path):
     path = Path(shutil.copytree(tiny.PATH, tmp_path / "model"))
     config = json.loads((path / "config.json").read_text())

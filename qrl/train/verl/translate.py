@@ -268,13 +268,12 @@ def _sampling(train: Train, rollout: Rollout) -> dict[str, Any]:
 
 
 def _reward(job: Job) -> dict[str, Any]:
-    weights = job.settings.reward_weights or (1.0,) * len(job.settings.rewards)
-    key = "reward.custom_reward_function"
+    key, train = "reward.custom_reward_function", job.settings
     return {
         f"{MODEL}.path": str(job.base),
         f"{key}.path": REWARD,
         f"{key}.name": "compute_score",
-        f"{key}.reward_kwargs": {"task": job.task, "rewards": list(job.settings.rewards), "weights": list(weights)},
+        f"{key}.reward_kwargs": {"task": job.task, "rewards": list(train.rewards), "weights": list(train.weights)},
     }
 
 
