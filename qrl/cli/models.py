@@ -21,7 +21,7 @@ POSITIVE = Finite(0, min_open=True)
 # What `serve --help` says of the options for vLLM.
 KEY = "Key that clients must send. Prefer the variable QRL_API_KEY: MLflow logs what -P passes."
 MEMORY = "Share of the GPU's memory for vLLM. [default: vLLM's own; 0.45 with --follow]"
-FOLLOW = "With vLLM: seconds between checks whether the stage moved; switches without losing a request. [no value: 5]"
+FOLLOW = "With vLLM: seconds between checks of the stage; when it moves, no request is lost. [no value: 5]"
 DRAIN = "With --follow: how long a replaced version may finish its requests. [default: 300]"
 
 

@@ -45,8 +45,8 @@ def of(quantization: Mapping[str, Any]) -> set[str]:
     for group in _groups(quantization):
         if weights := group.get("weights"):
             values = "floats" if weights.get("type") == "float" else "integers"
-            rounded = _ROUNDED if group.get("input_activations") else ""
-            kinds.add(f"{weights.get('num_bits')}-bit {values}{rounded}")
+            suffix = _ROUNDED if group.get("input_activations") else ""
+            kinds.add(f"{weights.get('num_bits')}-bit {values}{suffix}")
     return kinds
 
 

@@ -178,17 +178,17 @@ class Train(Section):
         return {"full": "fp32", "lora": "bf16" if self.dtype == "bf16" else "fp32", "qlora": "nf4"}[self.method]
 
     @property
-    def rank(self) -> int:
+    def adapter_rank(self) -> int:
         """Rank of the adapter: `lora_rank`, or its default."""
         return self.lora_rank or 16
 
     @property
-    def alpha(self) -> int:
+    def adapter_alpha(self) -> int:
         """Scale of the adapter, divided by its rank: `lora_alpha`, or its default."""
-        return self.lora_alpha or 2 * self.rank
+        return self.lora_alpha or 2 * self.adapter_rank
 
     @property
-    def weights(self) -> tuple[float, ...]:
+    def weights_of_rewards(self) -> tuple[float, ...]:
         """One weight per reward: `reward_weights`, or 1 each."""
         return self.reward_weights or (1.0,) * len(self.rewards)
 

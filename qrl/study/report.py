@@ -197,7 +197,7 @@ def _rewarded(frame: pd.DataFrame, recipe: Recipe) -> pd.DataFrame:
         else:  # soft_overlong looks at the number of tokens alone
             tokens = [range(length) for length in frame["n_tokens"]] if name == "soft_overlong" else None
             values[name] = reward.functions(recipe.task, (name,), recipe.train)[0](**texts, completion_ids=tokens)
-    weights = zip(given, recipe.train.weights, strict=True)
+    weights = zip(given, recipe.train.weights_of_rewards, strict=True)
     total = sum(weight * np.asarray(values[name], dtype=float) for name, weight in weights)
     return frame.assign(**{REWARD: total})
 

@@ -116,7 +116,8 @@ def adapter(settings: Train):
     from peft import LoraConfig
 
     targets = list(settings.lora_targets) or "all-linear"
-    return LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, task_type="CAUSAL_LM")
+    size = {"r": settings.adapter_rank, "lora_alpha": settings.adapter_alpha}
+    return LoraConfig(**size, target_modules=targets, task_type="CAUSAL_LM")
 
 
 def widen(model) -> None:

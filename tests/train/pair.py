@@ -8,8 +8,8 @@ from pathlib import Path
 import qrl
 
 ROOT = Path(qrl.__file__).parents[1]
-# A thread of Gloo's may still hold the last collective when Python ends; torch then aborts the process, of two in
-# torch 2.13's smallest such script once in forty runs. So a script that ends with one ends without Python's teardown.
+# With torch 2.13 a thread of Gloo's may hold the last collective while Python shuts down; the process then aborts.
+# It happened in a few of a hundred runs of a ten-line script. So scripts leave before Python's own shutdown.
 ENDS = """
 import os as _os, sys as _sys
 _sys.stdout.flush()
@@ -27,6 +27,6 @@ def torchrun(*words: object, cwd: str | Path | None = None) -> subprocess.Comple
 
 
 def run(folder: Path, source: str, *words: object) -> subprocess.CompletedProcess:
-    """Run Python source, as a file in a folder, with its words."""
+    """Write Python source to a file in a folder, and run it with its words in two processes."""
     (folder / "child.py").write_text(source + ENDS)
     return torchrun(folder / "child.py", *words)

@@ -111,7 +111,7 @@ def completions(work: Path, settings: Train, kind: Kind) -> pd.DataFrame:
     """Return the first completions of every step, from TRL's files: step, prompt, completion, and GRPO's reward."""
     columns = ["step", "prompt", "completion", *(("reward",) if kind is GRPO else ())]
     names = map(reward_name, settings.rewards)
-    weights = dict(zip(names, settings.weights, strict=True))
+    weights = dict(zip(names, settings.weights_of_rewards, strict=True))
     parts = [pd.DataFrame(columns=columns)]
     for file in sorted((work / "completions").glob("*.parquet")):
         frame = pd.read_parquet(file).head(settings.completions_logged)

@@ -27,6 +27,7 @@ _ID = 1  # of the only adapter
 
 def unfit(settings: Rollout, train: Train) -> str:
     """Return why the recipe's adapter cannot be in a slot, and what to set; empty if it can, or need not."""
+    rank = train.adapter_rank
     reasons = {
         "sends an adapter, but train.method = full trains all weights: set train.method = lora or qlora": (
             not train.adapter
@@ -36,7 +37,7 @@ def unfit(settings: Rollout, train: Train) -> str:
         ),
         f"keeps the engine's base in full precision, but rollout.quantization = {settings.quantization} requantizes "
         "merged weights at every sync: set rollout.quantization = none": settings.quantization != "none",
-        f"holds ranks up to {RANKS[-1]}, but train.lora_rank = {train.rank}: lower it": train.rank > RANKS[-1],
+        f"holds ranks up to {RANKS[-1]}, but train.lora_rank = {rank}: lower it": rank > RANKS[-1],
     }
     return next((reason for reason, holds in reasons.items() if holds and settings.adapter == NAME), "")
 

@@ -202,7 +202,8 @@ def merge(base: checkpoint.Checkpoint, job: Job) -> None:
             os.link(file, folder / file.name)
         if settings.adapter:
             config = json.loads((adapter / "adapter_config.json").read_text())
-            config |= {"r": settings.rank, "lora_alpha": settings.alpha, "task_type": "CAUSAL_LM"}
+            config |= {"r": settings.adapter_rank, "lora_alpha": settings.adapter_alpha}
+            config["task_type"] = "CAUSAL_LM"
             (folder / "adapter_config.json").write_text(json.dumps(config))
             save.settle_adapter(folder)
             policy.record(folder, settings, base.digest)

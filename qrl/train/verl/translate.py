@@ -245,7 +245,7 @@ def _policy(job: Job) -> dict[str, Any]:
         f"{SAMPLER}.load_format": "safetensors" if train.adapter else "dummy",  # an adapter is sent without its base
     }
     if train.adapter:
-        made |= {f"{MODEL}.lora_rank": train.rank, f"{MODEL}.lora_alpha": train.alpha}
+        made |= {f"{MODEL}.lora_rank": train.adapter_rank, f"{MODEL}.lora_alpha": train.adapter_alpha}
         made[f"{MODEL}.target_modules"] = list(train.lora_targets) or "all-linear"
     return made
 
@@ -268,12 +268,13 @@ def _sampling(train: Train, rollout: Rollout) -> dict[str, Any]:
 
 
 def _reward(job: Job) -> dict[str, Any]:
-    key, train = "reward.custom_reward_function", job.settings
+    key, rewards = "reward.custom_reward_function", list(job.settings.rewards)
+    given = {"task": job.task, "rewards": rewards, "weights": list(job.settings.weights_of_rewards)}
     return {
         f"{MODEL}.path": str(job.base),
         f"{key}.path": REWARD,
         f"{key}.name": "compute_score",
-        f"{key}.reward_kwargs": {"task": job.task, "rewards": list(train.rewards), "weights": list(train.weights)},
+        f"{key}.reward_kwargs": given,
     }
 
 
