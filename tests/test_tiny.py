@@ -305,6 +305,15 @@ def test_a_killed_command_leaves_its_state_and_no_worker(place):
     assert not (place / "model").exists()
 
 
+@pytest.mark.parametrize(("options", "rate"), [("", 2e-3), ("--hidden 512", 0.7 / 512), ("--learning-rate 1", 1)])
+def test_a_wide_model_learns_at_a_lower_rate(place, options, rate):
+    assert train.peak_rate(1152) == pytest.approx(6e-4, rel=0.02)  # at which such a model was made; 2e-3 failed
+    words = ["--out", "model", "--device", "cpu", "--layers", "1", "--steps", "0", *options.split()]
+    assert CliRunner().invoke(make.main, words).exit_code == 0
+    made = json.loads((place / "model" / make.RECORD).read_text())
+    assert made["settings"]["budget"]["learning_rate"] == rate
+
+
 def test_without_steps_the_weights_stay_random(place):
     make.make(place / "model", SMALL, Corpus(), Budget(steps=0), **MADE)
     assert checkpoint.check(place / "model").dtype == "bfloat16"

@@ -23,7 +23,7 @@ from qrl.tiny import corpus as texts
 from qrl.tiny import tokenizer
 from qrl.tiny.corpus import Corpus
 from qrl.tiny.shape import LONGEST, SMALLEST_VOCABULARY, TYPES, Shape, new_model
-from qrl.tiny.train import Budget, Progress, train
+from qrl.tiny.train import Budget, Progress, peak_rate, train
 from qrl.workspace import workspace, written_whole
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def _option(name: str, default, text: str, kind=None, **more):
 @_option("--steps", 1000, "Optimizer steps; 0 leaves the weights random.", click.IntRange(0))
 @_option("--batch", 512, "Texts in one step; each text is used once.", COUNT)
 @_option("--micro-batch", 0, "Texts computed at once; 0: all of a step, or half if memory runs out.", click.IntRange(0))
-@_option("--learning-rate", 2e-3, "AdamW's peak, reached after 5 % of the steps.", click.FloatRange(0, min_open=True))
+@_option("--learning-rate", None, "AdamW's peak, reached after 5 % of the steps; default: 2e-3, or 0.7 / hidden if less.",
+         click.FloatRange(0, min_open=True))  # fmt: skip
 @_option("--weight-decay", 0.1, "AdamW's weight decay, for matrices.", click.FloatRange(0))
 @_option("--heldout", 2000, "Held-out questions for each prompt.", click.IntRange(2))
 @_option("--device", "auto", "Where to train; auto prefers a GPU.", click.Choice(["auto", "cpu", "cuda"]))
@@ -72,7 +73,8 @@ def _option(name: str, default, text: str, kind=None, **more):
 def main(out, form, thinking, slip, seed, steps, batch, micro_batch, learning_rate, weight_decay, heldout, device,
          workers, save_every, **shape) -> None:  # fmt: skip
     with process.sentences():
-        corpus, budget = Corpus(seed, form, thinking, slip), Budget(steps, batch, learning_rate, weight_decay)
+        rate = peak_rate(shape["hidden"]) if learning_rate is None else learning_rate
+        corpus, budget = Corpus(seed, form, thinking, slip), Budget(steps, batch, rate, weight_decay)
         limits = {"workers": workers, "save_every": save_every, "micro_batch": micro_batch}
         make(out, Shape(**shape), corpus, budget, heldout, device, **limits)
 

@@ -54,6 +54,13 @@ def test_the_page_has_every_question_that_the_cells_can_answer(frame):
     assert "None" not in text and "nan" not in text
 
 
+def test_a_cell_that_lacks_a_seed_is_left_out_and_named(frame):
+    partial = (frame["size"] == "m3") & (frame["variant"] == "sft") & (frame["scheme"] == "gptq") & (frame["seed"] == 1)
+    _, text = report.page(frame[~partial], None)
+    assert "not evaluated under all seeds: m3 sft gptq." in text
+    assert "| sft | w8a16 |" in text and "| sft | gptq |" not in text
+
+
 def test_methods_are_compared_with_the_grpo_of_their_own_runs(frame):
     own = frame[(frame["size"] == "m3") & frame["variant"].isin(["base", "grpo"])].copy()
     grpo = (own["variant"] == "grpo") & (own["scheme"] == "gptq")
@@ -88,6 +95,24 @@ def test_the_leading_directions_are_those_of_an_svd(shape):
     mask, *_ = why.principal(matrix)
     sizes = ((u[:, :4] * s[:4]) @ v[:4]).abs()
     assert mask.sum() == 240 and sizes[mask].min() >= sizes[~mask].max() - 1e-5
+
+
+def test_the_weights_of_all_matrices_are_measured_side_by_side(tmp_path):
+    from safetensors.torch import save_file
+
+    random = torch.Generator().manual_seed(0)
+    base = {name: torch.randn(32, 64, generator=random).bfloat16() for name in "abc"}
+    for seed in (0, 1):
+        (tmp_path / str(seed)).mkdir()
+        changed = {name: matrix.clone() for name, matrix in base.items()}
+        changed["b"][seed] += 1
+        save_file(changed, tmp_path / str(seed) / "model.safetensors")
+    threads = torch.get_num_threads()
+    rows = pd.DataFrame(why.measure(base, {("grpo", seed): tmp_path / str(seed) for seed in (0, 1)}))
+    assert torch.get_num_threads() == threads
+    moved = rows.dropna(subset=["moved"]).groupby("tensor")["moved"].unique()
+    assert dict(moved.map(list)) == {"a": [0], "b": [1 / 32], "c": [0]}
+    assert rows["again"].max() == 0 and len(rows) == 3 * (1 + 2 + 1)
 
 
 def test_a_base_is_quantized_once_for_all_seeds(tmp_path, monkeypatch):

@@ -76,6 +76,13 @@ class Answers:
         )
 
 
+def whole(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
+    """Return the answers of the cells that were evaluated under all seeds, and the names of the others."""
+    cell = ["size", "variant", "scheme"]
+    partial = frame.groupby(cell, observed=True)["seed"].transform("nunique") < frame["seed"].nunique()
+    return frame[~partial], sorted(map(" ".join, frame.loc[partial, cell].astype(str).drop_duplicates().to_numpy()))
+
+
 def _label(cell: Cell) -> str:
     return " ".join(cell)
 
@@ -245,12 +252,12 @@ def predictors(frame: pd.DataFrame, weights: pd.DataFrame, draws: int = 2000) ->
     by_unit = [points[[(size, seed) == unit for size, seed, _ in points.index]] for unit in units]
     ranks, random = [], np.random.default_rng(0)
     for measure in measured.columns:
-        known = [part.dropna(subset=[measure]) for part in by_unit]
-        rho = spearmanr(pd.concat(known)[[measure, "loss"]]).statistic
+        known = [part[[measure, "loss"]].dropna().to_numpy() for part in by_unit]
+        rho = spearmanr(np.concatenate(known)).statistic
         drawn = []
         for _ in range(draws if len(units) > 1 else 0):
-            part = pd.concat([known[place] for place in random.integers(len(units), size=len(units))])
-            drawn.append(spearmanr(part[[measure, "loss"]]).statistic)
+            part = np.concatenate([known[place] for place in random.integers(len(units), size=len(units))])
+            drawn.append(spearmanr(part).statistic)
         low, high = np.nanpercentile(drawn, [2.5, 97.5]) if drawn else (np.nan, np.nan)
         ranks.append(Rank(measure, float(rho), float(low), float(high), sum(map(len, known)), len(units)))
     return ranks
@@ -415,6 +422,7 @@ def page(
         weights, why: from `tables.measures`.
         trained: answers of runs of their own for question 5; their sizes are left out of `frame` there.
     """
+    frame, partial = whole(frame)
     answers = Answers(frame)
     compared = answers
     if trained is not None:
@@ -428,6 +436,8 @@ def page(
         f"Sizes {', '.join(answers.sizes)}; {runs} seeds; {n:,} questions. Brackets: 95 % intervals over {over}.",
         "",
     ]
+    if partial:
+        lines += [f"Left out, for they were not evaluated under all seeds: {', '.join(partial)}.", ""]
     for part in (primary, controls, cliffs, growth):
         lines += part(answers)
     lines += methods(compared)

@@ -41,7 +41,8 @@ class Size(NamedTuple):
     layers: int
     hidden: int
     steps: int  # of 512 texts
-    learning_rate: float
+    learning_rate: float  # of GRPO
+    rate: float = 2e-3  # the peak while the model is made
     texts: int = 0  # computed at once while the model is made; 0: all. With 512, m200 does not fit 80 GB
     micro_batch: int = 128  # sequences at once in training
 
@@ -50,7 +51,7 @@ SIZES = {
     "m3": Size(4, 256, 1000, 2e-5),
     "m10": Size(6, 384, 1000, 2e-5),
     "m25": Size(10, 512, 800, 2e-5),
-    "m200": Size(16, 1152, 800, 1e-5, texts=128, micro_batch=32),
+    "m200": Size(16, 1152, 800, 1e-5, rate=6e-4, texts=128, micro_batch=32),
 }
 SLIPS = {"": 0.7, "-pretrained": 0.4}  # errors in the text: of the base, and of the control that is more accurate
 ACCURACY = (0.60, 0.72)  # of a base; else it is made in twice the steps, once
@@ -102,6 +103,11 @@ class Work:
             done.touch()
         return code in ENDED
 
+    def made(self, size: str, shape: Size, *, device: str, slip: float, suffix: str) -> bool:
+        """Make a model unless it is there, and return whether it is. A second call waits for the first."""
+        with self.alone(f"make-{size}{suffix}"):
+            return self.make(size, shape, device=device, slip=slip, suffix=suffix)
+
     def make(self, size: str, shape: Size, *, device: str, slip: float, suffix: str) -> bool:
         """Make a model of one size; its texts have errors in a share `slip` of one kind of step."""
         if self.check:
@@ -110,7 +116,7 @@ class Work:
         model = self.folder / "models" / (size + suffix)
         words = ["--out", str(model), "--type", "qwen2", "--positions", "512", "--vocab", "640", "--device", device]
         words += ["--layers", str(shape.layers), "--hidden", str(shape.hidden), "--slip", str(slip)]
-        words += ["--micro-batch", str(shape.texts)]
+        words += ["--micro-batch", str(shape.texts), "--learning-rate", str(shape.rate)]
         if not self.qrl(f"make-{size}{suffix}", *words, "--steps", str(shape.steps), module="qrl.tiny.make"):
             return False
         longer, record = f"make-{size}-longer", model / RECORD
@@ -243,7 +249,7 @@ def main() -> None:
         def made(size: str) -> bool:
             with ThreadPoolExecutor(len(slips)) as both:
                 jobs = [
-                    both.submit(work.make, size, SIZES[size], device=device, slip=SLIPS[each], suffix=each)
+                    both.submit(work.made, size, SIZES[size], device=device, slip=SLIPS[each], suffix=each)
                     for each in slips
                 ]
             return all(job.result() for job in jobs)

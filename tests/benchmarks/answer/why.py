@@ -1,6 +1,6 @@
 """Measure on a sweep's models which weights training moved, where they lie, and what MXFP4's error is made of.
 
-    python tests/benchmarks/answer/why.py WORK      # writes WORK/export/why.parquet; a GPU helps with m200
+    python tests/benchmarks/answer/why.py WORK      # writes WORK/export/why.parquet, on all cores; a GPU takes longer
 
 A row is a matrix of a linear layer, in a variant of a size and seed:
 
@@ -25,7 +25,9 @@ Source: principal weights and rotation after Zhu et al., arXiv 2511.08567; the t
 
 import argparse
 import itertools
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -50,7 +52,7 @@ def principal(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
     vectors, values = leading(matrix)
     sizes = (vectors @ (vectors.T @ matrix)).abs()
     kept = sizes.flatten().topk(max(1, int(SHARE * sizes.numel()))).indices
-    mask = torch.zeros(sizes.numel(), dtype=torch.bool, device=matrix.device)
+    mask = torch.zeros(sizes.numel(), dtype=torch.bool)
     mask[kept] = True
     return mask.view_as(sizes), vectors, values
 
@@ -58,7 +60,7 @@ def principal(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.T
 def leading(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the leading left singular vectors, a tenth of the rank, and all singular values.
 
-    They come from the smaller Gram matrix in float64, which a GPU takes apart in a fraction of an SVD's time.
+    They come from the smaller Gram matrix in float64, which is taken apart in a fraction of an SVD's time.
     """
     tall = matrix.shape[0] > matrix.shape[1]
     wide = (matrix.T if tall else matrix).double()
@@ -83,27 +85,35 @@ def mxfp4(matrix: torch.Tensor) -> dict[str, float]:
     return {f"mx_{name}": float(part.square().sum() / whole) for name, part in errors.items()}
 
 
-def measure(base: dict[str, torch.Tensor], variants: dict[tuple[str, int], Path], device: str) -> list[dict]:
-    """Return the rows of a size; `variants` are folders by variant and seed."""
-    rows, moved = [], {}
-    for name, stored in base.items():
-        before = stored.to(device, torch.float32)
-        mask, vectors, values = principal(before)
-        rows.append({"variant": names.BASE, "seed": -1, "tensor": name, "numel": stored.numel(), **mxfp4(before)})
-        for (variant, seed), folder in variants.items():
-            ((_, trained),) = checkpoint.tensors(folder, [name])
-            changed = (trained != stored).to(device)
-            moved[variant, seed] = changed
-            share, after = float(changed.float().mean()), trained.to(device, torch.float32)
-            turned, values_after = leading(after)
-            cosines = torch.linalg.svdvals(vectors.T @ turned).clamp(max=1)
-            row = {"variant": variant, "seed": seed, "tensor": name, "numel": stored.numel(), "moved": share}
-            row |= _among_principal(changed, mask, before)
-            row["rotation_deg"] = float(cosines.arccos().rad2deg().mean())
-            row["spectrum_shift"] = float((values_after - values).norm() / values.norm())
-            rows.append(row | mxfp4(after))
-        rows += _again(name, moved)
-    return rows
+def measure(base: dict[str, torch.Tensor], variants: dict[tuple[str, int], Path]) -> list[dict]:
+    """Return the rows of a size; `variants` are folders by variant and seed. Each core takes a matrix at a time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as cores:
+            parts = cores.map(lambda name: _rows(name, base[name], variants), base)
+            return list(itertools.chain.from_iterable(parts))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rows(name: str, stored: torch.Tensor, variants: dict[tuple[str, int], Path]) -> list[dict]:
+    """Return the rows of one matrix."""
+    before, moved = stored.float(), {}
+    mask, vectors, values = principal(before)
+    rows = [{"variant": names.BASE, "seed": -1, "tensor": name, "numel": stored.numel(), **mxfp4(before)}]
+    for (variant, seed), folder in variants.items():
+        ((_, trained),) = checkpoint.tensors(folder, [name])
+        moved[variant, seed] = changed = trained != stored
+        after = trained.float()
+        turned, values_after = leading(after)
+        cosines = torch.linalg.svdvals(vectors.T @ turned).clamp(max=1)
+        row = {"variant": variant, "seed": seed, "tensor": name, "numel": stored.numel()}
+        row |= {"moved": float(changed.float().mean())} | _among_principal(changed, mask, before)
+        row["rotation_deg"] = float(cosines.arccos().rad2deg().mean())
+        row["spectrum_shift"] = float((values_after - values).norm() / values.norm())
+        rows.append(row | mxfp4(after))
+    return rows + _again(name, moved)
 
 
 def _among_principal(changed: torch.Tensor, mask: torch.Tensor, before: torch.Tensor) -> dict[str, float]:
@@ -150,7 +160,7 @@ def masters(store: str) -> list[dict]:
 
 def write(work: Path) -> None:
     """Write the rows of every size in a folder of run.py to `export/why.parquet` there."""
-    store, device = f"sqlite:///{work.resolve()}/store.db", "cuda" if torch.cuda.is_available() else "cpu"
+    store = f"sqlite:///{work.resolve()}/store.db"
     by_size: dict[str, dict[tuple[str, int], Path]] = {}
     for (base, seed, variant, scheme), run in export.cells(store).items():
         if scheme == names.FULL and variant in (names.GRPO, names.SFT):
@@ -159,7 +169,7 @@ def write(work: Path) -> None:
     frames = []
     for base, variants in by_size.items():
         wanted = [name for name, _ in weights.matrices(base) if weights.place(name)["layer"] >= 0]  # the head stays
-        frame = pd.DataFrame(measure(dict(checkpoint.tensors(base, wanted)), variants, device))
+        frame = pd.DataFrame(measure(dict(checkpoint.tensors(base, wanted)), variants))
         frames.append(frame.assign(size=Path(base).name))
         print(f"{Path(base).name}: {len(wanted)} matrices of {len(variants)} models", flush=True)
     frames.append(pd.DataFrame(masters(store)))
