@@ -59,7 +59,7 @@ ENDED = (0, 3)  # 3: a gate refused a stage, after everything else
 FP8 = "grpo-fp8"
 TRAINED = {names.GRPO: (names.GRPO, "none"), names.SFT: (names.SFT, "none"), FP8: (names.GRPO, "fp8")}
 # Variant → its tag in the store, what its rollouts are quantized to.
-PACKED = ("int8", "fp8", "nvfp4")  # round activations, so each needs an engine of its own
+PACKED = ("fp8", "nvfp4", "int8")  # round activations, so each needs an engine of its own; int8 is slow, and last
 ARMS = ("sft", "tiny-qlora", "qat-int4", "qad-int4")
 CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
     "--device cpu --train.steps 2 --train.prompts_per_step 4 --train.micro_batch 32 --evaluate.n 60 "
@@ -209,13 +209,14 @@ class Work:
         """Quantize a model, made from a base, and evaluate all of its cells."""
         if made := self.quantize(variant, model, base, seed, recipe):
             listed = {f"{variant}:full": model} | made
-            packed = {cell: each for cell, each in listed.items() if cell.partition(":")[2] in PACKED}
-            groups = {"evaluate": {cell: listed[cell] for cell in listed.keys() - packed.keys()}, "packed": packed}
+            packed = {cell: listed[cell] for q in PACKED if (cell := f"{variant}:{q}") in listed}
+            unpacked = {cell: listed[cell] for cell in sorted(listed.keys() - packed.keys())}
+            groups = {"evaluate": unpacked, "packed": packed}
             with ThreadPoolExecutor(len(groups)) as side_by_side:
                 jobs = []
                 for step, cells in groups.items():
                     words = ["--model", base, "--seed", str(seed)]
-                    words += ["--cells", ",".join(f"{cell}={cells[cell]}" for cell in sorted(cells))]
+                    words += ["--cells", ",".join(f"{cell}={each}" for cell, each in cells.items())]
                     name = f"{step}-{variant}-{Path(base).name}-{seed}"
                     jobs += [side_by_side.submit(self.qrl, name, "evaluate", *recipe, *words)] if cells else []
                 for job in jobs:
