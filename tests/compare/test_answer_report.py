@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,11 +13,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "answer"))
 
+import contrasts
+import page
 import report
 import run
 import tables
 import why
 
+ROOT = Path(__file__).parents[2]
 SIZES, SEEDS, N = ("m3", "m25"), (0, 1, 2), 400
 LOSS = {("base", "gptq"): 0.05, ("grpo", "gptq"): 0.10, ("sft", "gptq"): 0.05}  # of accuracy; w8a16 costs nothing
 ACCURACY = {"base": 0.6, "grpo": 0.9, "sft": 0.7}
@@ -36,17 +40,31 @@ def frame() -> pd.DataFrame:
 
 
 def test_the_primary_outcome_is_the_difference_of_two_losses_over_sizes_and_seeds(frame):
-    answers = report.Answers(frame)
-    value = answers.contrast(report.excess(answers.sizes, "gptq", "base"))
+    answers = contrasts.Answers(frame)
+    value = answers.contrast(contrasts.excess(answers.sizes, "gptq", "base"))
     assert value.estimate == pytest.approx(0.05) and value.low > 0
-    assert report.answer(value).startswith("RL makes these models quantize less cleanly")
-    same = answers.contrast(report.excess(answers.sizes, "w8a16", "base"))
-    assert same.estimate == pytest.approx(0) and "less than 0.02" in report.answer(same)
-    assert answers.contrast(report.excess(answers.sizes, "gptq", "pretrained")) is None  # was not evaluated
+    assert contrasts.answer(value).startswith("RL makes these models quantize less cleanly")
+    same = answers.contrast(contrasts.excess(answers.sizes, "w8a16", "base"))
+    assert same.estimate == pytest.approx(0) and "less than 0.02" in contrasts.answer(same)
+    assert answers.contrast(contrasts.excess(answers.sizes, "gptq", "pretrained")) is None  # was not evaluated
 
 
-def test_the_page_has_every_question_that_the_cells_can_answer(frame):
-    answers, text = report.page(frame, None)
+def test_an_excess_of_shares_is_what_is_lost_over_what_there_was(frame):
+    answers = contrasts.Answers(frame)
+    value = contrasts.relative_excess(answers, answers.sizes, "gptq", "base")
+    assert value.estimate == pytest.approx(0.10 / 0.9 - 0.05 / 0.6)
+    plain = answers.contrast(contrasts.excess(answers.sizes, "gptq", "base"))
+    assert value.low < value.estimate < value.high and value.high - value.low < 2 * (plain.high - plain.low)
+    assert contrasts.relative_excess(answers, answers.sizes, "gptq", "pretrained") is None
+
+
+def document(frame: pd.DataFrame, why: pd.DataFrame | None = None, trained: pd.DataFrame | None = None) -> str:
+    answers = contrasts.Answers(frame)
+    return report.document(answers, frame, [], why, answers if trained is None else report.separate(frame, trained))
+
+
+def test_the_tables_have_every_question_that_the_cells_can_answer(frame):
+    answers, text = contrasts.Answers(frame), document(frame)
     assert answers.sizes == list(SIZES) and len(answers.evidence.runs) == 3
     for number in range(1, 6):
         assert f"## {number}. " in text
@@ -56,7 +74,7 @@ def test_the_page_has_every_question_that_the_cells_can_answer(frame):
 
 def test_a_cell_that_lacks_a_seed_is_left_out_and_named(frame):
     partial = (frame["size"] == "m3") & (frame["variant"] == "sft") & (frame["scheme"] == "gptq") & (frame["seed"] == 1)
-    _, text = report.page(frame[~partial], None)
+    text = document(frame[~partial])
     assert "not evaluated under all seeds: m3 sft gptq." in text
     assert "| sft | w8a16 |" in text and "| sft | gptq |" not in text
 
@@ -66,7 +84,7 @@ def test_methods_are_compared_with_the_grpo_of_their_own_runs(frame):
     grpo = (own["variant"] == "grpo") & (own["scheme"] == "gptq")
     own.loc[grpo, "correct"] = 0
     qlora = own[grpo].assign(variant="qlora", scheme="full", correct=1)
-    _, text = report.page(frame, None, None, pd.concat([own, qlora]))
+    text = document(frame, None, pd.concat([own, qlora]))
     assert "| qlora:full | grpo:gptq | m3 | +1.000" in text and "| sft | gptq | +0.050" in text
 
 
@@ -78,7 +96,7 @@ def test_what_moved_is_averaged_over_matrices_by_their_weights(frame):
     ]
     keys = ("moved_fp32", "again", "again_lift", "principal", "principal_by_size", "rotation_deg", "spectrum_shift")
     moved = pd.DataFrame(rows).assign(other=np.nan, **dict.fromkeys((*keys, *MX), np.nan))
-    _, text = report.page(frame, None, moved)
+    text = document(frame, moved)
     assert "| m3 | grpo |  | 0.3 (0.2 to 0.4) |" in text
 
 
@@ -191,9 +209,39 @@ def test_a_measure_that_orders_the_losses_has_a_correlation_of_one(frame):
         for size, seed in itertools.product(SIZES, SEEDS)
         for scheme, error in (("gptq", 0.1), ("w8a16", 0.01))
     ]
-    (rank,) = report.predictors(frame, pd.DataFrame(rows), draws=50)
+    (rank,) = contrasts.predictors(frame, pd.DataFrame(rows), draws=50)
     assert (rank.rho, rank.low, rank.high) == pytest.approx((1, 1, 1))
     assert (rank.cells, rank.units) == (12, 6)
+    worse = frame.copy()
+    first = (frame["variant"] == "grpo") & (frame["scheme"] == "w8a16") & (frame["seed"] == 1)
+    worse.loc[first & frame["question"].isin(["1-0", "1-1"]), "correct"] = 0  # else all of these cells lose the same
+    (near,) = contrasts.predictors(worse, pd.DataFrame(rows).assign(relative_mse=range(12)), most=0.02, draws=0)
+    assert near.cells == 6
+
+
+def test_the_words_of_the_page_follow_from_the_answers(frame):
+    sizes = [frame[frame["size"] == "m3"].assign(size=size) for size in contrasts.PARAMETERS]
+    answers = contrasts.Answers(pd.concat(sizes))
+    text = page.write(answers, [], [], None, answers)
+    assert text.splitlines()[2].startswith("**RL makes these models quantize less cleanly**: rounding to four bits")
+    assert "1 of 2 schemes differs: `gptq`" in text and "GRPO differs from as many steps" in text
+    some = contrasts.Answers(pd.concat(sizes[:3]))
+    assert "**No answer yet, for m200 has not been run**" in page.write(some, [], [], None, some)
+    equal = pd.concat(sizes)
+    equal["correct"] = equal.groupby(["size", "variant", "seed", "question"])["correct"].transform("min")
+    same = contrasts.Answers(equal)
+    text = page.write(same, [], [], None, same)
+    assert "**RL changes it by less than 0.02**" in text and "none of 2 schemes is shown to differ" in text
+
+
+@pytest.mark.slow
+def test_the_page_is_what_the_export_says(tmp_path):
+    """The page beside the export is written by the command that it names."""
+    command = [sys.executable, *page.COMMAND.replace("DIR", str(tmp_path)).split()[1:]]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    beside = ROOT / "tests" / "benchmarks" / "answer"
+    assert (beside / "page.md").read_text() == (tmp_path / "page.md").read_text()
+    assert (beside / "tables.md").read_text() == (tmp_path / "tables.md").read_text()
 
 
 def test_exports_of_several_sessions_are_joined_once(frame, tmp_path):
