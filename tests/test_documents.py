@@ -20,6 +20,7 @@ SHOWN = ("qrl", "tests")
 CLOSED = {  # folders that the tree shows as one line
     "qrl/tiny/model": "weights, tokenizer, model card",
     "tests/benchmarks/answer/export": "answers by question and cell, measures of weights",
+    "tests/benchmarks/answer/found": "the page, its figures and all tables, as report.py writes them",
     "tests/cases": "cases as data: graders, logs of other tools",
 }
 COLUMN, LONGEST = 34, 90  # where clauses begin, and their longest, in characters
