@@ -63,7 +63,7 @@ def _option(name: str, default, text: str, kind=None, **more):
 @_option("--steps", 1000, "Optimizer steps; 0 leaves the weights random.", click.IntRange(0))
 @_option("--batch", 512, "Texts in one step; each text is used once.", COUNT)
 @_option("--micro-batch", 0, "Texts computed at once; 0: all of a step, or half if memory runs out.", click.IntRange(0))
-@_option("--learning-rate", None, "AdamW's peak, reached after 5 % of the steps; default: 2e-3, or 0.7 / hidden if less.",
+@_option("--learning-rate", None, "AdamW's peak, after 5 % of the steps; default: 2e-3 or, if less, 0.7 / hidden.",
          click.FloatRange(0, min_open=True))  # fmt: skip
 @_option("--weight-decay", 0.1, "AdamW's weight decay, for matrices.", click.FloatRange(0))
 @_option("--heldout", 2000, "Held-out questions for each prompt.", click.IntRange(2))

@@ -30,8 +30,8 @@ class Budget:
 def peak_rate(hidden: int) -> float:
     """Return a peak learning rate for a width: 2e-3 up to 350 channels, and inversely with the width above.
 
-    Source: for Adam the best rate of hidden matrices falls as 1 / width (Yang et al., arXiv 2203.03466); the factor fits
-    two models of 1,152 channels after 800 steps: 6e-4 gave 0.69 right, 2e-3 gave 0.17.
+    Source: Adam's best rate for hidden matrices falls as 1 / width (Yang et al., arXiv 2203.03466). The factor fits two
+    models of 1,152 channels after 800 steps: 6e-4 gave 0.69 right, 2e-3 gave 0.17.
     """
     return min(2e-3, 0.7 / hidden)
 
