@@ -4,6 +4,8 @@ import itertools
 import json
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -263,6 +265,23 @@ def test_a_cell_that_two_exports_hold_comes_whole_from_the_last(frame, tmp_path)
     tables.write(tmp_path / "second", cell.assign(correct=1))
     joined = tables.answers([tmp_path / "first", tmp_path / "second"])
     assert joined["correct"].sum() == 40 and len(joined) == len(gptq) - N + 40
+
+
+def test_no_more_trainings_than_asked_run_at_once(tmp_path, monkeypatch):
+    work, running, most = run.Work(tmp_path, [], [], fp8=False, trainings=2), [], []
+    monkeypatch.setattr(run.export, "trained", lambda *_: "models:/m")
+
+    def qrl(name: str, *_words: str) -> bool:
+        running.append(name)
+        most.append(len(running))
+        time.sleep(0.05)
+        running.remove(name)
+        return True
+
+    monkeypatch.setattr(work, "qrl", qrl)
+    with ThreadPoolExecutor(6) as jobs:
+        made = [jobs.submit(work.train, v, "m3", seed, []) for seed in (0, 1, 2) for v in ("grpo", "sft")]
+    assert [job.result() for job in made] == ["models:/m"] * 6 and max(most) == 2
 
 
 def test_what_arms_begin_with_is_trained_once_and_failures_are_not_lost(tmp_path, monkeypatch):

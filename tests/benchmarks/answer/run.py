@@ -72,14 +72,21 @@ class Work:
     """Commands below one folder, with one store."""
 
     def __init__(
-        self, folder: Path, more: Sequence[str], arms: Sequence[str], *, fp8: bool, check: bool = False
+        self,
+        folder: Path,
+        more: Sequence[str],
+        arms: Sequence[str],
+        *,
+        fp8: bool,
+        check: bool = False,
+        trainings: int = 16,
     ) -> None:
         self.folder, self.more, self.arms, self.check = folder.resolve(), list(more), arms, check
         self.store, self.fp8 = f"sqlite:///{self.folder}/store.db", fp8
         self.recipe = "tiny" if check else str(Path(__file__).with_name("sweep.yaml"))
         typed = dict(zip((word.removeprefix("--") for word in more[::2]), more[1::2], strict=True))
         self.schemes = ",".join(recipes.load(self.recipe, typed).quantize.schemes)
-        self.printing = threading.Lock()
+        self.printing, self.training = threading.Lock(), threading.Semaphore(trainings)
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def qrl(self, name: str, *words: str, module: str = "qrl") -> bool:
@@ -172,7 +179,7 @@ class Work:
         words = ["--model", base, "--seed", str(seed), "--rollout.quantization", rollouts]
         words += ["--train.algorithm", "sft"] if variant == names.SFT else []
         name = f"train-{variant}-{Path(base).name}-{seed}"
-        with self.alone(name):
+        with self.alone(name), self.training:
             whole = self.qrl(name, "train", *recipe, *words)
         return export.trained(self.store, base, seed, tag, rollouts) if whole else ""
 
@@ -229,6 +236,7 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--seeds", help="default: 0,1,2,3")
     parser.add_argument("--lanes", type=int, default=4, help="sizes and seeds at once on one GPU")
+    parser.add_argument("--trainings", type=int, default=16, help="at once, of all lanes; m200: 2 on 80 GB")
     parser.add_argument(
         "--arms", default=",".join(ARMS), help="of the sweep, beside GRPO in full precision; '': bases alone"
     )
@@ -241,7 +249,7 @@ def main() -> None:
     arms = ARMS[:1] if given.check else list(filter(None, given.arms.split(",")))
     more = CHECK.split() if given.check else ["--quantize.schemes", given.schemes] if given.schemes else []
     fp8 = not given.check and not given.without_fp8
-    work = Work(given.work, more, arms, fp8=fp8, check=given.check)
+    work = Work(given.work, more, arms, fp8=fp8, check=given.check, trainings=given.trainings)
     sizes = ["m3"] if given.check else given.sizes.split(",")
     slips = [""] if given.without_control else list(SLIPS)
     device = "cpu" if given.check else "cuda"
