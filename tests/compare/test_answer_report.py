@@ -16,11 +16,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "answer"))
 
 import contrasts
+import correlations
 import page
 import report
 import run
 import tables
 import why
+from findings import Findings
+
+from qrl.errors import BadInput
 
 ROOT = Path(__file__).parents[2]
 SIZES, SEEDS, N = ("m3", "m25"), (0, 1, 2), 400
@@ -53,16 +57,35 @@ def test_the_primary_outcome_is_the_difference_of_two_losses_over_sizes_and_seed
 
 def test_an_excess_of_shares_is_what_is_lost_over_what_there_was(frame):
     answers = contrasts.Answers(frame)
-    value = contrasts.relative_excess(answers, answers.sizes, "gptq", "base")
+    value = contrasts.relative_excess(answers, "gptq", "base")
     assert value.estimate == pytest.approx(0.10 / 0.9 - 0.05 / 0.6)
     plain = answers.contrast(contrasts.excess(answers.sizes, "gptq", "base"))
     assert value.low < value.estimate < value.high and value.high - value.low < 2 * (plain.high - plain.low)
-    assert contrasts.relative_excess(answers, answers.sizes, "gptq", "pretrained") is None
+    assert contrasts.relative_excess(answers, "gptq", "pretrained") is None
+
+
+def findings(frame: pd.DataFrame, *more) -> Findings:
+    answers = contrasts.Answers(frame)
+    return Findings(answers, answers, *more)
+
+
+def test_trainings_of_several_sizes_can_be_counted_apart(frame):
+    """Equal spreads at two sizes: half the variance of one size's mean, and twice its degrees of freedom."""
+    random, noisy = np.random.default_rng(0), frame.copy()
+    for size, seed in itertools.product(SIZES, SEEDS):
+        own = (noisy["size"] == size) & (noisy["seed"] == seed) & (noisy["variant"] == "grpo")
+        worse = noisy["question"].isin([f"{seed}-{number}" for number in range(random.integers(10, 60))])
+        noisy.loc[own & worse & (noisy["scheme"] == "gptq"), "correct"] = 0
+    each = findings(noisy).excesses["base"]["gptq"]
+    assert each.apart.estimate == pytest.approx(each.value.estimate)
+    errors = [value.stderr for value in each.by_size.values()]
+    assert each.apart.stderr == pytest.approx(np.hypot(*errors) / 2) and 2 <= each.apart.df <= 4
 
 
 def document(frame: pd.DataFrame, why: pd.DataFrame | None = None, trained: pd.DataFrame | None = None) -> str:
     answers = contrasts.Answers(frame)
-    return report.document(answers, frame, [], why, answers if trained is None else report.separate(frame, trained))
+    compared = answers if trained is None else report.with_own_runs(frame, trained)
+    return report.document(Findings(answers, compared), why)
 
 
 def test_the_tables_have_every_question_that_the_cells_can_answer(frame):
@@ -79,6 +102,13 @@ def test_a_cell_that_lacks_a_seed_is_left_out_and_named(frame):
     text = document(frame[~partial])
     assert "not evaluated under all seeds: m3 sft gptq." in text
     assert "| sft | w8a16 |" in text and "| sft | gptq |" not in text
+    few = (frame["scheme"] == "gptq") & (frame["seed"] == 1) & (frame["size"] == "m25") & (frame["variant"] == "base")
+    begun = findings(frame[~few])
+    assert begun.answers.sizes == ["m3"] and begun.answers.begun == ["m25"]
+    assert "since m10, m25 and m200 have not been run under all seeds" in page.write(begun).replace("\n", " ")
+    assert "One size has no trend" in page.write(begun)
+    with pytest.raises(BadInput, match="under all seeds"):
+        findings(frame[frame["seed"] != frame["size"].map({"m3": 0, "m25": 1})])
 
 
 def test_methods_are_compared_with_the_grpo_of_their_own_runs(frame):
@@ -211,29 +241,53 @@ def test_a_measure_that_orders_the_losses_has_a_correlation_of_one(frame):
         for size, seed in itertools.product(SIZES, SEEDS)
         for scheme, error in (("gptq", 0.1), ("w8a16", 0.01))
     ]
-    (rank,) = contrasts.predictors(frame, pd.DataFrame(rows), draws=50)
+    weights = pd.DataFrame(rows).assign(numel=1)
+    (rank,) = correlations.correlations(correlations.points(frame, weights), draws=50)
     assert (rank.rho, rank.low, rank.high) == pytest.approx((1, 1, 1))
-    assert (rank.cells, rank.units) == (12, 6)
+    assert (rank.cells, rank.schemes, rank.trainings) == (12, 2, 6)
     worse = frame.copy()
     first = (frame["variant"] == "grpo") & (frame["scheme"] == "w8a16") & (frame["seed"] == 1)
     worse.loc[first & frame["question"].isin(["1-0", "1-1"]), "correct"] = 0  # else all of these cells lose the same
-    (near,) = contrasts.predictors(worse, pd.DataFrame(rows).assign(relative_mse=range(12)), most=0.02, draws=0)
-    assert near.cells == 6
+    points = correlations.points(worse, weights.assign(relative_mse=range(12)))
+    (near,) = correlations.correlations(points, most=0.02)
+    assert near.cells == 6 and "nan" not in str(near)  # one scheme gives no interval
+    assert not correlations.correlations(correlations.points(frame, weights), most=0.02)  # all lose the same
 
 
 def test_the_words_of_the_page_follow_from_the_answers(frame):
     sizes = [frame[frame["size"] == "m3"].assign(size=size) for size in contrasts.PARAMETERS]
-    answers = contrasts.Answers(pd.concat(sizes))
-    text = page.write(answers, [], [], None, answers)
-    assert text.splitlines()[2].startswith("**RL makes these models quantize less cleanly**: rounding to four bits")
-    assert "1 of 2 schemes differs: `gptq`" in text and "GRPO differs from as many steps" in text
-    some = contrasts.Answers(pd.concat(sizes[:3]))
-    assert "**No answer yet, for m200 has not been run**" in page.write(some, [], [], None, some)
+    text = page.write(findings(pd.concat(sizes))).replace("\n", " ")
+    assert (
+        "**RL makes these models quantize less cleanly**: the accuracy that `gptq` costs in four bits differs" in text
+    )
+    assert "1 of 2 schemes (`gptq`) is shown to cost GRPO more or less" in text and "so far" not in text
+    text = page.write(findings(pd.concat(sizes[:3]))).replace("\n", " ")
+    assert (
+        "**No answer yet, since m200 has not been run under all seeds**" in text and "Over 3 of 4 sizes so far." in text
+    )
     equal = pd.concat(sizes)
     equal["correct"] = equal.groupby(["size", "variant", "seed", "question"])["correct"].transform("min")
-    same = contrasts.Answers(equal)
-    text = page.write(same, [], [], None, same)
-    assert "**RL changes it by less than 0.02**" in text and "none of 2 schemes is shown to differ" in text
+    found = findings(equal)
+    text = page.write(found).replace("\n", " ")
+    assert "**RL changes what quantization costs by less than 0.02**" in text
+    assert "none of 2 schemes is shown to cost GRPO more or less" in text
+    assert page.about_training(found).startswith("Beside SFT, none of 2 schemes")
+
+
+def test_the_page_tells_widths_and_what_moved(frame):
+    """A loss of 0.10 after GRPO and 0.05 before, in four bits: the cliff moves, which is tested, and a bound is open."""
+    eight = frame[frame["scheme"] == "gptq"]
+    rows = pd.concat([frame, *(eight.assign(scheme=scheme) for scheme in ("gptq-int3", "gptq-int2"))])
+    shares = {"base": np.nan, "sft": 0.5, "grpo": 0.25}
+    same = {"size": "m3", "seed": 0, "tensor": "a", "numel": 1, **dict.fromkeys(MX, 0.01)}
+    why = pd.DataFrame([{"variant": variant, "moved": share, **same} for variant, share in shares.items()])
+    text = page.write(findings(rows), why).replace("\n", " ")
+    assert "(Holm over the widths of a size): 4 bits at m3 and m25, 3 bits at m3 and m25 and 2 bits" in text
+    assert "at m3 it is none before GRPO and 4 bits after" in text and "m3 base in 4 bits" in text
+    assert (
+        "GRPO moves 25 % (SFT: 50 %) of the weights" in text and "has a squared error of 1 %, before and after" in text
+    )
+    assert "In fp32" not in text and "nan" not in text and "times" not in text
 
 
 @pytest.mark.slow
@@ -242,7 +296,7 @@ def test_the_page_is_what_the_export_says(tmp_path):
     command = [sys.executable, *page.COMMAND.replace("DIR", str(tmp_path)).split()[1:]]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     for name in ("page.md", "tables.md"):
-        assert (ROOT / "tests/benchmarks/answer/found" / name).read_text() == (tmp_path / name).read_text()
+        assert (ROOT / "tests" / "benchmarks" / "answer" / "found" / name).read_text() == (tmp_path / name).read_text()
 
 
 def test_exports_of_several_sessions_are_joined_once(frame, tmp_path):

@@ -16,7 +16,7 @@ import tables
 from qrl import names
 from qrl.tracking import reuse
 
-KEPT = ["question", "correct", "n_tokens", "finish_reason"]
+KEPT = ["question", "correct", "parsed", "n_tokens", "finish_reason"]
 FINISHED = "attributes.status = 'FINISHED'"
 
 
@@ -93,8 +93,12 @@ def write(store: str, weights: Path, out: Path) -> None:
         size = Path(base).name.partition("-")[0]
         labels = {"size": size, "seed": seed, "variant": variant, "scheme": scheme}
         frames.append(rows[["question", "correct"]].assign(**labels))
-        truncated = float((rows["finish_reason"] == "length").mean())
-        whole.append(labels | {"n": len(rows), "n_tokens": float(rows["n_tokens"].mean()), "truncated": truncated})
+        rates = {
+            "n_tokens": float(rows["n_tokens"].mean()),
+            "truncated": float((rows["finish_reason"] == "length").mean()),
+            "parsed": float(rows["parsed"].notna().mean()),
+        }
+        whole.append(labels | {"n": len(rows)} | rates)
     measured = []
     for folder in sorted(weights.glob("*-*")):
         size, _, seed = folder.name.partition("-")

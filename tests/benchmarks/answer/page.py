@@ -1,59 +1,65 @@
 """The page of the sweep: what its questions found, in sentences whose words follow from the intervals."""
 
+import itertools
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
-import contrasts
 import numpy as np
 import pandas as pd
-from contrasts import BASE, CLIFF_LOSS, GRPO, MARGIN, PARAMETERS, PRIMARY, Answers, Rank, Tested
+from contrasts import (
+    BASE,
+    CLIFF,
+    FULL,
+    GRPO,
+    MARGIN,
+    PARAMETERS,
+    PRIMARY,
+    SFT,
+    Answers,
+    answer,
+    excess,
+    relative_excess,
+)
+from correlations import HEAD, Correlation, body
+from findings import CLIFF_LOSS, CONTROL_TESTS, METHODS, NEAR, PLANNED, Findings, Tested
 
-from qrl import names
+from qrl import stats
+from qrl.stats import Estimate
 from qrl.stats.text import interval, table
 
-LEVEL = 0.05  # of p-values that Holm's procedure corrected
-NEAR = 0.02  # a loss near full precision
+ALPHA = 1 - stats.LEVEL  # of p-values that Holm's procedure corrected
 WIDTH = 140  # characters in a line of text
-BITS = dict(zip(contrasts.CLIFF, (8, 4, 3, 2), strict=True))
+BROKEN = 0.1  # accuracy below which a model is as good as broken
+BITS = dict(zip(CLIFF, (8, 4, 3, 2), strict=True))
 BESIDE = {
-    names.SFT: "as many steps of supervised fine-tuning on the same questions",
+    SFT: "as many steps of supervised fine-tuning on the same questions",
     "pretrained": "a model of the same shape made from text with fewer errors",
-}
-MEASURES = {
-    "top1_agreement": "how often the likeliest token of held-out solutions stays that of full precision",
-    "kl": "the KL divergence from full precision on the same solutions",
-    "relative_mse": "the relative error of the weights",
-    "code_flip_rate": "the share of codes that training flipped",
-    "update_survival": "the share of the update that rounding keeps",
-    "update_cosine": "the cosine of the update and what is left of it",
 }
 COMMAND = "python tests/benchmarks/answer/report.py tests/benchmarks/answer/export --out DIR"
 
 
-def write(
-    answers: Answers, ranks: Sequence[Rank], near: Sequence[Rank], why: pd.DataFrame | None, compared: Answers
-) -> str:
+def write(found: Findings, why: pd.DataFrame | None = None) -> str:
     """Return the page as Markdown.
 
     Args:
-        answers: of the sweep.
-        ranks: from `contrasts.predictors`.
-        near: the same, over cells that lose less than NEAR.
+        found: all contrasts.
         why: from `tables.measures`.
-        compared: answers for question 5, the sweep's or those of runs of their own.
     """
+    moved = [] if why is None else [text for text in (_moved(why), _mxfp4(why)) if text]
     parts = [
         "# Does RL change how cleanly a model quantizes?",
-        *(_headline(answers), f"**RL, or any training?** {about_training(answers)}. {_controls(answers)}"),
+        _headline(found.answers),
+        f"**RL, or any training?** {_so_far(found)}{_controls(found)}",
         "![What quantization costs GRPO's weights, minus what it costs others, by scheme](excess.png)",
-        *(f"**How many bits?** {about_bits(answers)}.", _cliffs(answers)),
+        f"**How many bits?** {about_bits(found)}. {_cliff(found)}",
+        _cliffs(found),
         "![Accuracy lost to quantization, by bits](bits.png)",
-        *_shares(answers),
-        f"**Size.** {_growth(answers)}",
-        *(["**Methods in four bits** (exploratory).", held] if (held := _methods(compared)) else []),
-        *([f"**What predicts the loss** (exploratory). {_predictors(ranks, near)}"] if ranks else []),
-        *([f"**What moved** (exploratory). {_moved(why)} {_mxfp4(why)}"] if why is not None else []),
-        f"{_left_out(answers)}This page and all tables: `{COMMAND}`.",
+        *_shares(found),
+        f"**Size.** {_so_far(found)}{_growth(found)}",
+        *(["**Methods in four bits** (exploratory):", methods(found)] if found.methods else []),
+        *_correlations(found.correlations, found.near),
+        *([f"**What moved** (exploratory). {' '.join(moved)}"] if moved else []),
+        f"{_left_out(found)}This page and all tables: `{COMMAND}`.",
     ]
     return "\n\n".join(_wrapped(part) for part in parts if part) + "\n"
 
@@ -65,154 +71,240 @@ def _wrapped(part: str) -> str:
 
 def _headline(answers: Answers) -> str:
     """Answer question 1, and say what cannot be concluded."""
-    value = answers.contrast(contrasts.excess(answers.sizes, PRIMARY, BASE))
-    absent, runs, n = contrasts.missing(answers), len(answers.evidence.runs), answers.evidence.n
+    value = answers.contrast(excess(answers.sizes, PRIMARY, BASE))
     if value is None:
-        return f"**No answer yet**: a cell of base or grpo under `{PRIMARY}` is missing."
-    said = f"No answer yet, for {_and(absent)} has not been run" if absent else contrasts.answer(value)
+        return f"**No answer yet**: no size has the cells of base and grpo under `{PRIMARY}`."
+    verb = "has" if len(answers.missing) == 1 else "have"
+    said = (
+        f"No answer yet, since {_and(answers.missing)} {verb} not been run under all seeds" if answers.missing else ""
+    )
     sizes = _and(f"{size} ({PARAMETERS[size] / 1e6:.3g} M parameters)" for size in answers.sizes)
+    runs, over = (f"{answers.runs} seeds, ", "seeds and ") if answers.runs > 1 else ("one seed, ", "")
     return (
-        f"**{said[0].upper()}{said[1:]}**: rounding to four bits by `{PRIMARY}` costs {interval(value)} more accuracy "
-        f"after GRPO than before, in the mean over {sizes} ({runs} seeds, {n:,} questions, 95 % intervals over "
-        f"{'seeds and questions' if runs > 1 else 'questions alone'}). The models are small, were made here, one base "
-        "a size, and solve one kind of word problem: nothing follows for large pretrained models, long reasoning or "
-        "other text."
+        f"**{said or answer(value)}**: the accuracy that `{PRIMARY}` costs in four bits differs by {interval(value)} "
+        f"after GRPO, in the mean over {sizes}; {runs}{answers.evidence.n:,} questions, 95 % intervals over "
+        f"{over}questions. The models are small, were made here, one base per size, and solve one kind of word "
+        "problem: nothing follows for other bases, large pretrained models, long reasoning or other text."
     )
 
 
-def about_training(answers: Answers) -> str:
-    """Say whether GRPO differs from supervised fine-tuning in what quantization costs."""
-    tests = _of(contrasts.controls(answers), names.SFT)
-    if not tests:
-        return "The control with supervised fine-tuning was not evaluated"
-    if shown := _shown(tests):
-        return f"GRPO differs from as many steps of supervised fine-tuning under {_and(shown)}"
-    if all(each.value.low > -MARGIN and each.value.high < MARGIN for each in tests.values()):
-        return f"In the mean over sizes, each scheme costs the same after GRPO and SFT, to within {MARGIN}"
-    return "No scheme is shown to cost more or less after GRPO than after supervised fine-tuning"
+def _so_far(found: Findings) -> str:
+    sizes, planned = len(found.answers.sizes), len(PARAMETERS)
+    return f"Over {sizes} of {planned} sizes so far. " if sizes < planned else ""
 
 
-def _controls(answers: Answers) -> str:
-    """Return a sentence for each control, with its largest difference."""
-    said, tests = [], contrasts.controls(answers)
+def about_training(found: Findings) -> str:
+    """Say whether quantization is shown to cost GRPO's weights more or less than those of supervised fine-tuning."""
+    if tests := _of(found.controls, SFT):
+        return f"Beside SFT, {_count(tests)} to cost GRPO more or less, in the mean over sizes"
+    return "SFT was not evaluated at every size"
+
+
+def _controls(found: Findings) -> str:
+    """Return what is said of each control."""
+    said = []
     for control, what in BESIDE.items():
-        if own := _of(tests, control):
-            scheme = max(own, key=lambda scheme: abs(own[scheme].value.estimate))
-            largest = f"`{scheme}`, {interval(own[scheme].value)} (p {own[scheme].p:.2g} after Holm)"
-            said.append(f"Beside {what}, {_count(_shown(own), len(own))}; the largest difference: {largest}.")
+        if not (tests := _of(found.controls, control)):
+            said.append(f"`{control}` was not evaluated at every size.")
+            continue
+        shown, apart = _significant(tests), _significant(_of(found.controls_apart, control))
+        said.append(f"Compared with {what}, {_count(tests)} to cost GRPO more or less (Holm, {100 * ALPHA:.0f} %).")
+        said.append(_reach(found, control))
+        if changed := sorted(set(shown) ^ set(apart)):
+            verb = "changes" if len(changed) == 1 else "change"
+            said.append(f"With the trainings of each size counted apart, {_code(changed)} {verb} sides.")
     return " ".join(said)
 
 
-def about_bits(answers: Answers) -> str:
-    """Say at which width the weights break, before and after training."""
-    found = contrasts.cliffs(answers)
-    firsts = {
-        size: {found[size, variant].first for variant in (BASE, GRPO)}
-        for size in answers.sizes
-        if {(size, BASE), (size, GRPO)} <= found.keys()
-    }
-    if not firsts:
+def _reach(found: Findings, control: str) -> str:
+    """Say how far the excesses over a control reach, and how accurate the control is."""
+    held = found.excesses[control]
+    if control == SFT:
+        mean = max(_bound(each.value) for each in held.values())
+        single = max(_bound(value) for each in held.values() for value in each.by_size.values())
+        return f"All intervals lie within ±{mean:.3f}, those of single sizes within ±{single:.3f} (exploratory)."
+    scheme = max(held, key=lambda scheme: abs(held[scheme].value.estimate))
+    by_size = _and(f"{interval(value)} at {size}" for size, value in held[scheme].by_size.items())
+    full = [
+        found.answers.contrast({(size, control, FULL): 1.0, (size, GRPO, FULL): -1.0}) for size in found.answers.sizes
+    ]
+    return (
+        f"The largest difference is that of `{scheme}`, {interval(held[scheme].value)}: {by_size}. This control is one "
+        f"model per size, and at full precision its accuracy differs from GRPO's by "
+        f"{_and(interval(value) for value in full if value)}, so differences may come from that or from the model."
+    )
+
+
+def about_bits(found: Findings) -> str:
+    """Say at which widths quantization is shown to cost GRPO's weights more or less than the base's."""
+    if not found.widths:
         return "The widths were not evaluated"
-    if moved := [size for size, both in firsts.items() if len(both) > 1]:
-        return f"GRPO moves the first width that costs more than {CLIFF_LOSS} at {_and(moved)}"
-    return f"The first width that costs more than {CLIFF_LOSS} is the same before and after GRPO at every size"
+    by_scheme: dict[str, list[str]] = {}
+    for (size, scheme), each in found.widths.items():
+        if each.p < ALPHA:
+            by_scheme.setdefault(scheme, []).append(size)
+    if not by_scheme:
+        return "No width is shown to cost more or less after GRPO than before"
+    listed = _and(f"{BITS[scheme]} bits at {_and(sizes)}" for scheme, sizes in by_scheme.items())
+    return f"Shown to cost more or less after GRPO than before (Holm over the widths of a size): {listed}"
 
 
-def _cliffs(answers: Answers) -> str:
-    body = [
+def _cliff(found: Findings) -> str:
+    """Say where the first width lies that costs more than CLIFF_LOSS, before and after GRPO."""
+    none, said, undecided = [], [], []
+    for size in found.answers.sizes:
+        both = [found.cliffs.get((size, variant)) for variant in (BASE, GRPO)]
+        if not all(both):
+            continue
+        before, after = (f"{BITS[each.first]} bits" if each.first else "none" for each in both)
+        if before == after == "none":
+            none.append(size)
+        else:
+            said.append(f"at {size} it is {before} before GRPO and {after} after")
+        for variant, each in zip((BASE, GRPO), both, strict=True):
+            losses = zip(CLIFF, each.losses, strict=True)
+            undecided += [f"{size} {variant} in {BITS[q]} bits" for q, v in losses if v.low <= CLIFF_LOSS <= v.high]
+    said += [f"at {_and(none)} none is"] if none else []
+    open_ = f" Undecided: {_and(undecided)}." if undecided else ""
+    return f"The first width that is shown to cost more than {CLIFF_LOSS}: {'; '.join(said)}.{open_}" if said else ""
+
+
+def _cliffs(found: Findings) -> str:
+    rows = [
         [*key, *map(interval, cliff.losses[1:]), f"{BITS[cliff.first]} bits" if cliff.first else "none"]
-        for key, cliff in contrasts.cliffs(answers).items()
+        for key, cliff in found.cliffs.items()
     ]
     head = ("size", "weights", "loss in 4 bits", "3 bits", "2 bits", f"first above {CLIFF_LOSS}")
-    return "\n".join(table(head, body)) if body else ""
+    return "\n".join(table(head, rows)) if rows else ""
 
 
-def _shares(answers: Answers) -> list[str]:
+def _shares(found: Findings) -> list[str]:
     """Return the large excesses over the base, and the same as shares of the accuracy that there was to lose."""
-    excesses = contrasts.against(answers, BASE)
-    large = [scheme for scheme, value in excesses.items() if value.low > MARGIN or value.high < -MARGIN]
+    held, answers = found.excesses[BASE], found.answers
+    if not held:
+        return []
+    full = {v: _and(f"{_accuracy(answers, size, v, FULL):.3f}" for size in answers.sizes) for v in (BASE, GRPO)}
+    large = [q for q, each in held.items() if each.value.low > MARGIN or each.value.high < -MARGIN]
+    accuracies = f"At full precision the base answers {full[BASE]} of the questions right, after GRPO {full[GRPO]}."
     if not large:
-        return [f"**More to lose?** Under no scheme is GRPO's loss shown to differ from the base's by {MARGIN}."]
-    shares = [contrasts.relative_excess(answers, answers.sizes, scheme, BASE) for scheme in large]
-    body = [[scheme, interval(excesses[scheme]), interval(share)] for scheme, share in zip(large, shares, strict=True)]
+        none = f"Under no scheme is GRPO's loss shown to differ from the base's by more than {MARGIN}."
+        return [f"**More to lose?** {accuracies} {none}"]
+    shares = [relative_excess(answers, q, BASE) for q in large]
+    rows = [[q, interval(held[q].value), interval(v) if v else ""] for q, v in zip(large, shares, strict=True)]
+    broken = [
+        f"`{q}` at {size}"
+        for q, size in itertools.product(large, answers.sizes)
+        if max(_accuracy(answers, size, v, q) for v in (BASE, GRPO)) < BROKEN
+    ]
+    note = f"; {_and(broken)} leaves both below {BROKEN}" if broken else ""
     head = ("scheme", "loss(grpo) − loss(base)", "as shares of full precision's accuracy")
     return [
-        f"**More to lose?** GRPO's weights are right more often than the base's. Where their loss differs by more than "
-        f"{MARGIN}, as a difference and as a difference of shares (exploratory):",
-        "\n".join(table(head, body)),
+        f"**More to lose?** {accuracies} Schemes whose interval lies beyond ±{MARGIN}, and the same as a share of "
+        f"accuracy (exploratory{note}):",
+        "\n".join(table(head, rows)),
     ]
 
 
-def _growth(answers: Answers) -> str:
+def _growth(found: Findings) -> str:
     """Answer question 4."""
-    tests = contrasts.growth(answers) if len(answers.sizes) > 1 else {}
-    if not (shown := _shown(tests)):
-        return "No trend of GRPO's loss with size is shown under any scheme."
-    listed = _and(f"{interval(tests[scheme].value)} (`{scheme}`)" for scheme in shown)
-    rest = "; under the other schemes no trend is shown" if len(shown) < len(tests) else ""
-    return f"For ten times the parameters, GRPO's loss changes by {listed}{rest}."
-
-
-def _methods(compared: Answers) -> str:
-    found = contrasts.methods(compared)
-    body = [[each.method, each.other, ", ".join(each.sizes), interval(each.value)] for each in found]
-    return "\n".join(table(("method", "minus", "sizes", "accuracy"), body)) if body else ""
-
-
-def _predictors(ranks: Sequence[Rank], near: Sequence[Rank]) -> str:
-    """Answer question 6."""
-
-    def listed(those: Sequence[Rank]) -> str:
-        return "; ".join(f"{MEASURES[rank.measure]}, {rank}" for rank in those)
-
-    first, *_ = ranks
-    said = f"Spearman's correlations with the loss, {first.cells} cells in {first.units} trainings: {listed(ranks)}."
-    best = near[:2]
+    sizes, tests = found.answers.sizes, found.growth
+    if len(sizes) < 2:
+        return "One size has no trend."
+    if not tests:
+        return "No scheme was evaluated at every size."
+    if not (shown := _significant(tests)):
+        return f"No trend of GRPO's loss is shown under any of {len(tests)} schemes."
+    base = found.slopes(BASE)
+    listed = _and(f"{interval(tests[q].value)} under `{q}` (the base's: {interval(base[q])})" for q in shown)
+    rest = " Under the other schemes no trend is shown." if len(shown) < len(tests) else ""
+    least, most = (f"{PARAMETERS[size] / 1e6:.3g}" for size in (sizes[0], sizes[-1]))
     return (
-        f"{said} Over the {best[0].cells} cells that lose less than {NEAR}, the best are: {listed(best)}."
-        if best
-        else said
+        f"Per tenfold increase in parameters, GRPO's loss changes by {listed}.{rest} This is a straight line from "
+        f"{least} M to {most} M parameters, whose interval leaves out how far sizes lie from it; with one base per "
+        "size, size cannot be told from the base."
     )
+
+
+def methods(found: Findings) -> str:
+    """Return question 5 as a table; nothing if it was not evaluated."""
+    rows = [[each.method, each.other, ", ".join(each.sizes), interval(each.value)] for each in found.methods]
+    return "\n".join(table(("method", "minus grpo's cell", "sizes", "accuracy"), rows)) if rows else ""
+
+
+def _correlations(found: Sequence[Correlation], near: Sequence[Correlation]) -> list[str]:
+    """Answer question 6."""
+    if not found:
+        return []
+    best = _and(f"`{each.measure}` {each}" for each in near[:2])
+    rest = f" Among the {near[0].cells} cells that lose less than {NEAR}, the strongest are {best}." if near else ""
+    text = (
+        "**What goes with the loss?** (exploratory) `top1_agreement` and `kl` compare the quantized model's tokens "
+        "with full precision's on held-out solutions. `update_survival` is the length of the stored update over the "
+        "true one, which rounding noise makes large, and `update_cosine` their cosine. The others compare weights."
+    )
+    return [text + rest, "\n".join(table(HEAD, body(found)))]
 
 
 def _moved(why: pd.DataFrame) -> str:
-    rows = why[why["variant"] == GRPO]
-    if rows["moved"].isna().all():
-        return ""
-    shares = rows.assign(moved=100 * rows["moved"], moved_fp32=100 * rows["moved_fp32"])
-    fp32, stored = (_range(shares, key) for key in ("moved_fp32", "moved"))
-    lift, principal, by_size = (_range(rows, key) for key in ("again_lift", "principal", "principal_by_size"))
-    return (
-        f"GRPO moves {fp32} % of the weights in fp32, and {stored} % as bf16 stores them (means of the sizes). Two "
-        f"seeds move the same weights {lift} times as often as chance would. Principal weights move {principal} times "
-        f"as often as all weights, and {by_size} times as often as weights of their own size, for which bf16's steps "
-        "are as coarse."
-    )
+    """Say what GRPO moved, and what supervised fine-tuning did."""
+    rows = {variant: why[why["variant"] == variant] for variant in (GRPO, SFT)}
+
+    def both(key: str, scale: float = 1.0, unit: str = "") -> str:
+        grpo, sft = (_range(rows[variant], key, scale) for variant in (GRPO, SFT))
+        return f"{grpo}{unit} (SFT: {sft}{unit})" if sft else f"{grpo}{unit}"
+
+    texts = {
+        "moved": f"As bf16 stores them, GRPO moves {both('moved', 100, ' %')} of the weights (means, by size).",
+        "moved_fp32": f"In fp32 it moves {both('moved_fp32', 100, ' %')}.",
+        "again_lift": f"Two seeds move the same weights {both('again_lift')} times as often as chance would.",
+        "principal": f"Principal weights move {both('principal')} times as often as all weights",
+        "principal_by_size": f"and {both('principal_by_size')} times as often as weights of their own size, whose bf16 "
+        "steps are as coarse.",
+    }
+    return " ".join(text for key, text in texts.items() if _range(rows[GRPO], key))
 
 
 def _mxfp4(why: pd.DataFrame) -> str:
-    percent = why.assign(**{key: 100 * why[key] for key in ("mx_scale", "mx_dead", "mx_grid", "mx_error")})
-    base, grpo = (percent[percent["variant"] == variant] for variant in (BASE, GRPO))
-    if grpo["mx_error"].isna().all():
+    base, grpo = (why[why["variant"] == variant] for variant in (BASE, GRPO))
+    before, after = (_range(rows, "mx_error", 100) for rows in (base, grpo))
+    if not after:
         return ""
-    scale, grid, dead = (_range(grpo, key) for key in ("mx_scale", "mx_grid", "mx_dead"))
+    both = f"{after} %, before and after GRPO" if before == after else f"{before} % before GRPO and {after} % after"
+    scale, grid, dead = (_range(grpo, key, 100) for key in ("mx_scale", "mx_grid", "mx_dead"))
     return (
-        f"MXFP4's squared error is {_range(base, 'mx_error')} % of the weights' squares before GRPO and "
-        f"{_range(grpo, 'mx_error')} % after. Its parts, which cancel in part: scales that are powers of two {scale} "
-        f"%, rounding to the grid {grid} %, weights rounded to 0 {dead} %."
+        f"MXFP4, under which no model was evaluated, has a squared error of {both}, of the weights' squares. It has "
+        f"three parts, which partly cancel: scales that are powers of two {scale} %, rounding to the grid {grid} %, "
+        f"weights rounded to 0 {dead} %."
     )
 
 
-def _left_out(answers: Answers) -> str:
-    absent = [scheme for scheme in contrasts.PLANNED if scheme not in contrasts.against(answers, BASE)]
-    return f"Not evaluated at every size: {_and(f'`{scheme}`' for scheme in absent)}. " if absent else ""
+def _left_out(found: Findings) -> str:
+    """Name what was planned and is not here."""
+    tests = [f"{c} {q}" for c, q in CONTROL_TESTS if (c, q) not in found.controls]
+    tests = [f"{BASE} {q}" for q in PLANNED if q not in found.excesses[BASE]] + tests
+    made = {each.method for each in found.methods}
+    methods = [method for method in METHODS if method not in made]
+    said = f"Not evaluated at every size, but counted in Holm's correction: {_and(tests)}. " if tests else ""
+    said += f"Not run: {_and(methods)}. " if methods else ""
+    partial = len(found.answers.partial)
+    return said + (f"Left out, not evaluated under all seeds: {partial} cells. " if partial else "")
 
 
-def _range(rows: pd.DataFrame, key: str) -> str:
-    """Return the least and the largest mean of a size, over matrices by their weights."""
-    known = rows.dropna(subset=[key])
-    means = sorted(float(np.average(part[key], weights=part["numel"])) for _, part in known.groupby("size"))
-    low, high = (f"{value:.3g}" for value in (means[0], means[-1])) if means else ("", "")
+def _accuracy(answers: Answers, size: str, variant: str, scheme: str) -> float:
+    return answers.contrast({(size, variant, scheme): 1.0}).estimate
+
+
+def _bound(value: Estimate) -> float:
+    return max(abs(value.low), abs(value.high))
+
+
+def _range(rows: pd.DataFrame, key: str, scale: float = 1.0) -> str:
+    """Return the least and the largest mean of a size, over matrices by their weights; nothing if none is known."""
+    known = rows.dropna(subset=[key]) if key in rows else rows[:0]
+    means = [scale * float(np.average(part[key], weights=part["numel"])) for _, part in known.groupby("size")]
+    if not means:
+        return ""
+    low, high = (f"{value:.5g}" if 99.9 < value < 100 else f"{value:.3g}" for value in (min(means), max(means)))
     return low if low == high else f"{low} to {high}"
 
 
@@ -220,14 +312,19 @@ def _of(tests: Mapping[tuple[str, str], Tested], control: str) -> dict[str, Test
     return {scheme: each for (other, scheme), each in tests.items() if other == control}
 
 
-def _shown(tests: Mapping[str, Tested]) -> list[str]:
-    return [scheme for scheme, each in tests.items() if each.p < LEVEL]
+def _significant(tests: Mapping[str, Tested]) -> list[str]:
+    return [scheme for scheme, each in tests.items() if each.p < ALPHA]
 
 
-def _count(shown: Sequence[str], of: int) -> str:
+def _count(tests: Mapping[str, Tested]) -> str:
+    shown = _significant(tests)
     if not shown:
-        return f"none of {of} schemes is shown to differ"
-    return f"{len(shown)} of {of} schemes differ{'s' * (len(shown) == 1)}: {_and(f'`{scheme}`' for scheme in shown)}"
+        return f"none of {len(tests)} schemes is shown"
+    return f"{len(shown)} of {len(tests)} schemes ({_code(shown)}) {'is' if len(shown) == 1 else 'are'} shown"
+
+
+def _code(words: Iterable[str]) -> str:
+    return _and(f"`{word}`" for word in words)
 
 
 def _and(words: Iterable[str]) -> str:

@@ -11,42 +11,42 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parent))
 
-import contrasts
+import correlations
 import drawn
 import numpy as np
 import page
 import pandas as pd
 import tables
-from contrasts import BASE, CLIFF, CLIFF_LOSS, CONTROLS, FULL, GRPO, PARAMETERS, PLANNED, PRIMARY, Answers, Rank
+from contrasts import BASE, CLIFF, CONTROLS, FULL, GRPO, PARAMETERS, PRIMARY, SFT, Answers, answer, relative_excess
+from findings import CLIFF_LOSS, CONTROL_TESTS, PLANNED, Findings
 
-from qrl import names
+from qrl import recipe as recipes
+from qrl.errors import BadInput
 from qrl.stats.text import interval, table
 
 
-def _shown(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    return table(head, body) if body else ["Not evaluated."]
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return table(head, rows) if rows else ["Not evaluated."]
 
 
-def primary(answers: Answers) -> list[str]:
+def primary(found: Findings) -> list[str]:
     """Question 1: the excess of grpo's loss over the base's, by scheme, and by size."""
-    body, missing = [], contrasts.missing(answers)
-    for scheme, value in contrasts.against(answers, BASE).items():
+    answers, rows = found.answers, []
+    for scheme, each in found.excesses[BASE].items():
         name = f"**{scheme}** (primary)" if scheme == PRIMARY else scheme
-        said = "none yet" if missing else contrasts.answer(value)
-        share = contrasts.relative_excess(answers, answers.sizes, scheme, BASE)
-        body.append([name, interval(value), interval(share), said if scheme == PRIMARY else "exploratory"])
-    by_size = []
-    for scheme in answers.schemes():
-        values = [answers.contrast(contrasts.excess([size], scheme, BASE)) for size in answers.sizes]
-        if any(values):
-            by_size.append([scheme, *(interval(value) if value else "" for value in values)])
-    head = ("scheme", "loss(grpo) − loss(base), mean over sizes", "as shares of full precision's accuracy", "answer")
-    return [
-        *("## 1. Does GRPO change what quantization costs?", ""),
-        *([f"**No answer yet**: {', '.join(missing)} missing.", ""] if missing else []),
-        *_shown(head, body),
-        *("", "By size:", "", *_shown(("scheme", *answers.sizes), by_size), ""),
-    ]
+        share = relative_excess(answers, scheme, BASE)
+        said = ("none yet" if answers.missing else answer(each.value)) if scheme == PRIMARY else "exploratory"
+        rows.append([name, interval(each.value), interval(each.apart), interval(share) if share else "", said])
+    head = ("scheme", "loss(grpo) − loss(base), mean over sizes", "trainings apart", "as shares of accuracy", "answer")
+    absent = [f"**No answer yet**: {', '.join(answers.missing)} missing.", ""] if answers.missing else []
+    title = "## 1. Does GRPO change what quantization costs?"
+    return [title, "", *absent, *_table(head, rows), "", *_by_size(found, BASE)]
+
+
+def _by_size(found: Findings, other: str) -> list[str]:
+    sizes, held = found.answers.sizes, found.excesses[other]
+    rows = [[scheme, *(interval(each.by_size[size]) for size in sizes)] for scheme, each in held.items()]
+    return [f"loss(grpo) − loss({other}) by size:", "", *_table(("scheme", *sizes), rows), ""]
 
 
 def _absent(planned: Iterable, found: Mapping) -> list[str]:
@@ -55,44 +55,61 @@ def _absent(planned: Iterable, found: Mapping) -> list[str]:
     return [f"Not evaluated at every size, but counted in the correction: {', '.join(absent)}.", ""] if absent else []
 
 
-def controls(answers: Answers) -> list[str]:
+def controls(found: Findings) -> list[str]:
     """Question 2: RL, or any training? Holm over both controls and all schemes, whether evaluated or not."""
-    found = contrasts.controls(answers)
-    body = [[*key, interval(each.value), f"{each.p:.2g}"] for key, each in found.items()]
-    head = ("control", "scheme", "loss(grpo) − loss(control), mean over sizes", "p (Holm)")
-    missed = _absent(contrasts.CONTROL_TESTS, found)
-    return ["## 2. RL, or any training?", "", *missed, *_shown(head, body), ""]
+    rows = []
+    for key, each in found.controls.items():
+        apart = found.controls_apart[key]
+        rows.append([*key, interval(each.value), f"{each.p:.2g}", interval(apart.value), f"{apart.p:.2g}"])
+    head = (
+        "control",
+        "scheme",
+        "loss(grpo) − loss(control), mean over sizes",
+        "p (Holm)",
+        "trainings apart",
+        "p (Holm)",
+    )
+    lines = ["## 2. RL, or any training?", "", *_absent(CONTROL_TESTS, found.controls), *_table(head, rows), ""]
+    return lines + [line for control in CONTROLS for line in _by_size(found, control)]
 
 
-def cliffs(answers: Answers) -> list[str]:
+def cliffs(found: Findings) -> list[str]:
     """Question 3: the first width whose loss is above CLIFF_LOSS, before and after RL."""
-    found = contrasts.cliffs(answers)
-    body = [[*key, *map(interval, cliff.losses), cliff.first or "none"] for key, cliff in found.items()]
+    rows = [[*key, *map(interval, each.losses), each.first or "none"] for key, each in found.cliffs.items()]
     head = ("size", "weights", *(f"loss, {scheme}" for scheme in CLIFF), f"first above {CLIFF_LOSS}")
-    return ["## 3. Where is the cliff in bits?", "", *_shown(head, body), ""]
+    tests = [[*key, interval(each.value), f"{each.p:.2g}"] for key, each in found.widths.items()]
+    head_of_tests = ("size", "width", "loss(grpo) − loss(base)", "p (Holm, within a size)")
+    title = "## 3. Where is the cliff in bits?"
+    return [title, "", *_table(head, rows), "", *_table(head_of_tests, tests), ""]
 
 
-def growth(answers: Answers) -> list[str]:
+def growth(found: Findings) -> list[str]:
     """Question 4: the slope of grpo's loss per decade of parameters. Holm over the schemes."""
-    found = contrasts.growth(answers)
-    body = [[scheme, interval(each.value), f"{each.p:.2g}"] for scheme, each in found.items()]
-    head = ("scheme", "loss of grpo per decade of parameters", "p (Holm)")
-    return ["## 4. Does the loss grow with size?", "", *_absent(PLANNED, found), *_shown(head, body), ""]
+    base = found.slopes(BASE)
+    rows = [
+        [scheme, interval(each.value), f"{each.p:.2g}", interval(base[scheme]) if scheme in base else ""]
+        for scheme, each in found.growth.items()
+    ]
+    head = ("scheme", "loss of grpo per decade of parameters", "p (Holm)", "the base's")
+    return ["## 4. Does the loss grow with size?", "", *_absent(PLANNED, found.growth), *_table(head, rows), ""]
 
 
-def methods(answers: Answers) -> list[str]:
+def methods(found: Findings) -> list[str]:
     """Question 5: which method keeps the gain in four bits; exploratory."""
-    found = contrasts.methods(answers)
-    body = [[each.method, each.other, ", ".join(each.sizes), interval(each.value)] for each in found]
-    head = ("method", "minus", "sizes", "difference")
-    return ["## 5. Which method keeps the gain in four bits?", "", *_shown(head, body), ""]
+    lines = ["## 5. Which method keeps the gain in four bits?", ""]
+    lines += [page.methods(found) or "Not evaluated.", ""]
+    if found.compared is not found.answers:
+        own = f"{found.compared.runs} seeds, {found.compared.evidence.n:,} questions"
+        lines += [f"From runs of its own: {own}.", ""]
+    return lines
 
 
-def correlations(ranks: Sequence[Rank]) -> list[str]:
-    """Return question 6 as a table."""
-    body = [[rank.measure, str(rank), str(rank.cells), str(rank.units)] for rank in ranks]
-    head = ("measure", "Spearman's correlation with the loss", "cells", "sizes × seeds")
-    return ["## 6. What predicts the loss?", "", *_shown(head, body), ""]
+def correlated(found: Findings) -> list[str]:
+    """Question 6: what goes with the loss; exploratory."""
+    lines = ["## 6. What goes with the loss?", ""]
+    for text, held in (("All cells:", found.correlations), (f"Cells that lose less than {page.NEAR}:", found.near)):
+        lines += [text, "", *_table(correlations.HEAD, correlations.body(held)), ""]
+    return lines
 
 
 def movement(why: pd.DataFrame) -> list[str]:
@@ -107,17 +124,17 @@ def movement(why: pd.DataFrame) -> list[str]:
         "rotation_deg": "rotation, °",
         "spectrum_shift": "spectrum shift",
     }
-    body = _means(why, (names.SFT, GRPO), heads)
-    return ["## 7. What moved?", "", *_shown(("size", "weights", *heads.values()), body), "", *_mxfp4(why)]
+    rows = _means(why, (SFT, GRPO), heads)
+    return ["## 7. What moved?", "", *_table(("size", "weights", *heads.values()), rows), "", *_mxfp4(why)]
 
 
 def _mxfp4(why: pd.DataFrame) -> list[str]:
     """Return MXFP4's squared error and its parts, in percent of the weights' squared norm, as a table."""
     heads = {"mx_error": "error", "mx_scale": "scale", "mx_dead": "rounded to 0", "mx_grid": "the rest of rounding"}
     percent = why.assign(**{key: 100 * why[key] for key in heads})
-    body = _means(percent, (BASE, names.SFT, GRPO), heads)
+    rows = _means(percent, (BASE, SFT, GRPO), heads)
     head = ("size", "weights", *(f"{name}, %" for name in heads.values()))
-    return ["MXFP4's squared error, over that of the weights:", "", *_shown(head, body), ""]
+    return ["MXFP4's squared error, over that of the weights:", "", *_table(head, rows), ""]
 
 
 def _means(why: pd.DataFrame, variants: Sequence[str], keys: Iterable[str]) -> list[list[str]]:
@@ -158,44 +175,46 @@ def accuracies(frame: pd.DataFrame, schemes: Sequence[str]) -> list[str]:
         "",
         "Means over seeds, without intervals; in brackets their share of full precision's.",
         "",
-        *_shown(("size", "weights", FULL, *schemes), body),
+        *_table(("size", "weights", FULL, *schemes), body),
         "",
     ]
 
 
-def document(
-    answers: Answers, frame: pd.DataFrame, ranks: Sequence[Rank], why: pd.DataFrame | None, compared: Answers
-) -> str:
+def unhealthy(cells: pd.DataFrame) -> list[str]:
+    """Return the cells that an evaluation's default limits would have refused."""
+    limits = recipes.load("tiny").evaluate
+    seen = cells.reindex(columns=[*tables.CELL, "truncated", "parsed"])
+    bad = seen[(seen["truncated"] > limits.max_truncation_rate) | (seen["parsed"] < limits.min_parse_rate)]
+    rows = [[*map(str, row[:4]), f"{row.truncated:.3f}", f"{row.parsed:.3f}"] for row in bad.itertuples(index=False)]
+    known = f"The share in the required form is known of {seen['parsed'].notna().sum()} of {len(seen)} cells."
+    shown = table(("size", "seed", "weights", "scheme", "truncated", "parsed"), rows) if rows else ["None."]
+    return ["Cells beyond the limits that an evaluation has by default:", "", *shown, "", known]
+
+
+def document(found: Findings, why: pd.DataFrame | None = None, cells: pd.DataFrame | None = None) -> str:
     """Return all tables as Markdown.
 
     Args:
-        answers: the sweep's.
-        frame: the same, a row per answer.
-        ranks: from `contrasts.predictors`.
-        why: from `tables.measures`.
-        compared: answers for question 5, the sweep's or those of runs of their own.
+        found: all contrasts.
+        why, cells: from `tables.measures`.
     """
-    runs, n = len(answers.evidence.runs), answers.evidence.n
-    over = f"{runs} seeds and questions" if runs > 1 else "questions alone: there is one seed"
-    lines = [
-        f"Sizes {', '.join(answers.sizes)}; {runs} seeds; {n:,} questions. Brackets: 95 % intervals over {over}.",
-        "",
-    ]
+    answers = found.answers
+    over = f"{answers.runs} seeds and questions" if answers.runs > 1 else "questions alone: there is one seed"
+    size = f"Sizes {', '.join(answers.sizes)}; {answers.runs} seeds; {answers.evidence.n:,} questions."
+    lines = [f"{size} Brackets: 95 % intervals over {over}.", ""]
+    if answers.begun:
+        lines += [f"Begun, without all cells of the primary outcome: {', '.join(answers.begun)}.", ""]
     if answers.partial:
-        lines += [f"Left out, for they were not evaluated under all seeds: {', '.join(answers.partial)}.", ""]
-    for part in (primary, controls, cliffs, growth):
-        lines += part(answers)
-    lines += methods(compared)
-    if compared is not answers:
-        seeds, asked = len(compared.evidence.runs), compared.evidence.n
-        lines += [f"Question 5 has runs of its own: {seeds} seeds, {asked:,} questions.", ""]
-    lines += correlations(ranks) if ranks else []
+        lines += [f"Left out because they were not evaluated under all seeds: {', '.join(answers.partial)}.", ""]
+    for part in (primary, controls, cliffs, growth, methods, correlated):
+        lines += part(found)
     lines += movement(why) if why is not None else []
-    lines += accuracies(frame, answers.schemes())
-    return "\n".join(lines)
+    lines += accuracies(answers.frame, answers.schemes())
+    lines += unhealthy(cells) if cells is not None else []
+    return "\n".join(lines) + "\n"
 
 
-def separate(frame: pd.DataFrame, trained: pd.DataFrame) -> Answers:
+def with_own_runs(frame: pd.DataFrame, trained: pd.DataFrame) -> Answers:
     """Return the answers for question 5 where some sizes have runs of their own, under the seeds that all share."""
     rows = pd.concat([trained, frame[~frame["size"].isin(trained["size"].unique())]])
     shared = set.intersection(*map(set, rows.groupby("size")["seed"].unique()))
@@ -218,18 +237,18 @@ def main() -> None:
     )
     given = parser.parse_args()
     frame, exports = _answers(given.exports), [Path(part) for part in given.exports.split(",")]
-    weights, why = (tables.measures(exports, name) for name in ("weights", "why"))
-    answers = Answers(frame)
-    compared = separate(frame, _answers(given.methods)) if given.methods else answers
-    ranks = [] if weights is None else contrasts.predictors(frame, weights)
-    near = [] if weights is None else contrasts.predictors(frame, weights, page.NEAR)
+    weights, why, cells = (tables.measures(exports, name) for name in ("weights", "why", "cells"))
+    try:
+        answers = Answers(frame)
+        found = Findings(answers, with_own_runs(frame, _answers(given.methods)) if given.methods else answers, weights)
+    except BadInput as error:
+        sys.exit(str(error))
     given.out.mkdir(parents=True, exist_ok=True)
-    said = page.write(answers, ranks, near, why, compared)
-    text = document(answers, frame, ranks, why, compared)
-    (given.out / "page.md").write_text(said, encoding="utf-8")
-    (given.out / "tables.md").write_text(text + "\n", encoding="utf-8")
-    drawn.excess_by_scheme(answers, page.about_training(answers), given.out / "excess.png")
-    drawn.loss_by_bits(answers, page.about_bits(answers), given.out / "bits.png")
+    (given.out / "page.md").write_text(said := page.write(found, why), encoding="utf-8")
+    (given.out / "tables.md").write_text(document(found, why, cells), encoding="utf-8")
+    if answers.sizes:
+        drawn.excess_by_scheme(found, page.about_training(found), given.out / "excess.png")
+        drawn.loss_by_bits(found, page.about_bits(found), given.out / "bits.png")
     print(said)
 
 

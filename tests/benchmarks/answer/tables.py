@@ -16,7 +16,7 @@ import pandas as pd
 ROW = ["size", "seed", "question"]
 CELL = ["size", "seed", "variant", "scheme"]
 TABLES = {  # file → what a later export replaces of an earlier one's
-    "cells": CELL,  # questions, mean n_tokens, share truncated
+    "cells": CELL,  # questions, mean n_tokens, shares truncated and (since 2026-11-26) parsed
     "weights": ["size", "seed"],
     "why": ["size"],
 }
