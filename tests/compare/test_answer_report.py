@@ -275,7 +275,7 @@ def test_the_words_of_the_page_follow_from_the_answers(frame):
 
 
 def test_the_page_tells_widths_and_what_moved(frame):
-    """A loss of 0.10 after GRPO and 0.05 before, in four bits: the cliff moves, which is tested, and a bound is open."""
+    """A loss of 0.10 after GRPO and 0.05 before, in four bits: the cliff moves, which is tested."""
     eight = frame[frame["scheme"] == "gptq"]
     rows = pd.concat([frame, *(eight.assign(scheme=scheme) for scheme in ("gptq-int3", "gptq-int2"))])
     shares = {"base": np.nan, "sft": 0.5, "grpo": 0.25}
