@@ -1,6 +1,6 @@
 """Measure on a sweep's models which weights training moved, where they lie, and what MXFP4's error is made of.
 
-    python tests/benchmarks/answer/why.py WORK      # writes WORK/export/why.parquet, on all cores; a GPU takes longer
+    python tests/benchmarks/answer/why.py WORK      # writes WORK/export/why.parquet, on all cores
 
 A row is a matrix of a linear layer, in a variant of a size and seed:
 
