@@ -135,7 +135,7 @@ def test_a_real_servers_rate_is_found_and_logged(tmp_path, python_of):
     store = f"sqlite:///{tmp_path}/mlflow.db"
     words = [python_of("vllm_cpu"), "-m", "qrl", "benchmark", "--recipe", "tiny", "--device", "cpu", "--capacity"]
     words += ["--models", "base:full=qrl-tiny", "--benchmark.rounds", "2", "--benchmark.round_s", "2"]
-    words += ["--benchmark.requests", "4", "--benchmark.latency_limit_s", "2"]  # which a busy machine keeps at some rate
+    words += ["--benchmark.requests", "4", "--benchmark.latency_limit_s", "2"]  # a busy machine keeps it too
     variables = os.environ | {"MLFLOW_TRACKING_URI": store, "VLLM_CPU_KVCACHE_SPACE": "1"}
     done = subprocess.run(words, cwd=ROOT, env=variables, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
