@@ -25,7 +25,7 @@ CONTROLS = (SFT, "pretrained")
 PRIMARY, MARGIN = "gptq", 0.02
 CLIFF = ("w8a16", "gptq", names.GPTQ_INT3, names.GPTQ_INT2)  # 8, 4, 3, 2 bits
 PARAMETERS = {"m3": 2.5e6, "m10": 8e6, "m25": 24e6, "m200": 200e6}
-SEEDS = 4
+SEEDS = 4  # of the design
 Cell = tuple[str, str, str]  # size, variant, scheme
 Weights = dict[Cell, float]
 

@@ -21,7 +21,7 @@ from contrasts import (
     against,
     excess,
     loss,
-)  # fmt: skip
+)
 from correlations import Correlation, correlations, points
 
 from qrl.compare.sizes import slope
@@ -155,9 +155,13 @@ class Findings:
     @cached_property
     def correlations(self) -> list[Correlation]:
         """Question 6."""
-        return [] if self.weights is None else correlations(points(self.answers.frame, self.weights))
+        return [] if self._points is None else correlations(self._points)
 
     @cached_property
     def near(self) -> list[Correlation]:
         """The same over cells that lose less than NEAR."""
-        return [] if self.weights is None else correlations(points(self.answers.frame, self.weights), NEAR)
+        return [] if self._points is None else correlations(self._points, NEAR)
+
+    @cached_property
+    def _points(self) -> pd.DataFrame | None:
+        return None if self.weights is None else points(self.answers.frame, self.weights)

@@ -14,6 +14,7 @@ from contrasts import (
     MARGIN,
     PARAMETERS,
     PRIMARY,
+    SEEDS,
     SFT,
     Answers,
     answer,
@@ -74,10 +75,11 @@ def _headline(answers: Answers) -> str:
     value = answers.contrast(excess(answers.sizes, PRIMARY, BASE))
     if value is None:
         return f"**No answer yet**: no size has the cells of base and grpo under `{PRIMARY}`."
-    verb = "has" if len(answers.missing) == 1 else "have"
-    said = (
-        f"No answer yet, since {_and(answers.missing)} {verb} not been run under all seeds" if answers.missing else ""
-    )
+    verb, said = "has" if len(answers.missing) == 1 else "have", ""
+    if answers.missing:
+        said = f"No answer yet, since {_and(answers.missing)} {verb} not been run under all seeds"
+    elif answers.runs < SEEDS:
+        said = f"No answer yet, with {answers.runs} of {SEEDS} seeds"
     sizes = _and(f"{size} ({PARAMETERS[size] / 1e6:.3g} M parameters)" for size in answers.sizes)
     runs, over = (f"{answers.runs} seeds, ", "seeds and ") if answers.runs > 1 else ("one seed, ", "")
     return (
