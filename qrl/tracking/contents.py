@@ -24,6 +24,7 @@ from qrl.workspace import Scratch
 
 FILE = "file "  # begins the params that hold the digests of the user's own files, by label
 MAX_TAG = 5000  # characters that every store accepts
+_TRIES = 3  # of a write
 
 
 def active_id() -> str:
@@ -60,7 +61,8 @@ def log_scores(metrics: Mapping[str, float], *, model_uri: str | None = None, da
     model_id = models.id_of(model_uri) if model_uri else None
     if model_id:
         mlflow.MlflowClient().log_inputs(active_id(), models=[LoggedModelInput(model_id=model_id)])
-    mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, model_id=model_id, dataset=dataset)
+    floats = {key: float(value) for key, value in metrics.items()}
+    insist(lambda: mlflow.log_metrics(floats, model_id=model_id, dataset=dataset))
 
 
 def log_dataset(name: str, *, digest: str, context: str, n: int, source: str) -> Dataset:
@@ -74,7 +76,7 @@ def log_dataset(name: str, *, digest: str, context: str, n: int, source: str) ->
         source: where they come from, in words or as an address.
     """
     dataset = MetaDataset(CodeDatasetSource(tags={"mlflow.source.name": source}), name=name, digest=digest[:36])
-    _past_a_race(lambda: mlflow.log_input(dataset, context=context, tags={"n": str(n), "digest": digest}))
+    insist(lambda: mlflow.log_input(dataset, context=context, tags={"n": str(n), "digest": digest}))
     return dataset
 
 
@@ -103,17 +105,22 @@ def tag(key: str, text: str) -> None:
 def tag_run(run_id: str, tags: Mapping[str, str]) -> None:
     """Set tags of any run, cut to the length that every store accepts."""
     if cut := [RunTag(name, text[:MAX_TAG]) for name, text in tags.items()]:
-        _past_a_race(lambda: mlflow.MlflowClient().log_batch(run_id, tags=cut))
+        insist(lambda: mlflow.MlflowClient().log_batch(run_id, tags=cut))
 
 
-def _past_a_race(write: Callable[[], object]) -> None:
-    """Write to the store, once more if another process has just inserted the same row: both find it missing first."""
-    try:
-        write()
-    except MlflowException as error:
-        if error.error_code != "BAD_REQUEST":
-            raise
-        write()
+def insist(write: Callable[[], object]) -> None:
+    """Write to the store, again if other processes were in the way.
+
+    SQLite gives up a write that finds it locked for MLflow's 20 s, as a busy machine can keep it; and of two processes
+    that insert the same row both may find it missing first.
+    """
+    for last in (*[False] * (_TRIES - 1), True):
+        try:
+            write()
+            return
+        except MlflowException as error:
+            if last or error.error_code not in ("TEMPORARILY_UNAVAILABLE", "BAD_REQUEST"):
+                raise
 
 
 def note(tags: Mapping[str, str], metrics: Mapping[str, float], *, step: int) -> None:

@@ -72,7 +72,8 @@ def step(
                 contents.log_files(own.files(recipe.task, recipe.train.rewards))
             began = time.time()
             yield run
-            mlflow.log_metrics({names.SECONDS: time.time() - began, "step/startup_s": began - signals.started()})
+            seconds = {names.SECONDS: time.time() - began, "step/startup_s": began - signals.started()}
+            contents.insist(partial(mlflow.log_metrics, seconds))
     except KeyboardInterrupt as stopped:
         if PARENT not in run.data.tags:  # else the study says it
             ending = "The run is ended as KILLED; run the same command again to resume."
@@ -173,14 +174,23 @@ def _ended(run: mlflow.ActiveRun) -> Iterator[None]:
         yield
     except BaseException as error:
         reported = (store.sentence(error) if isinstance(error, Exception) else None) or error
-        _end(run.info.run_id, reported, mlflow.end_run)
+        _end(run.info.run_id, reported, _end_active)
         if reported is error:
             raise
         raise reported from error
     try:
-        mlflow.end_run()
+        _end_active("FINISHED")
     except Exception as failure:
         raise store.sentence(failure) or failure from None
+
+
+def _end_active(status: str) -> None:
+    """End the active run; MLflow forgets which it is before it writes, so a second try must name it."""
+    run_id = contents.active_id()
+    try:
+        mlflow.end_run(status)
+    except mlflow.MlflowException:
+        contents.insist(partial(mlflow.MlflowClient().set_terminated, run_id, status))
 
 
 def _end(run_id: str, error: BaseException, end: Callable[[str], object]) -> None:

@@ -17,6 +17,7 @@ import mlflow
 import pandas as pd
 import psutil
 import pytest
+import sqlalchemy
 import sqlalchemy.orm
 from mlflow.protos.databricks_pb2 import UNAUTHENTICATED
 from mlflow.store.tracking.dbmodels.models import SqlDataset
@@ -248,6 +249,25 @@ def test_a_dataset_that_another_process_inserts_at_the_same_moment_is_logged(sto
         sqlalchemy.event.remove(sqlalchemy.orm.Session, "before_flush", insert_first)
     (logged,) = mlflow.get_run(run.info.run_id).inputs.dataset_inputs
     assert inserted == [logged.dataset.name]
+
+
+@pytest.mark.parametrize("write", ["INSERT INTO metrics", "UPDATE runs SET status"])  # a step's last two
+def test_a_store_that_others_keep_locked_longer_than_mlflow_waits_gets_the_end_of_a_step(store, write):
+    held = []
+
+    def lock_first(_connection, _cursor, statement, parameters, *_):
+        if statement.startswith(write) and not held:
+            other = sqlite3.connect(store.removeprefix("sqlite:///"), check_same_thread=False)
+            other.execute("BEGIN IMMEDIATE")
+            held.append(other)
+            threading.Timer(0.5, other.close).start()
+        return statement.replace("busy_timeout = 20000", "busy_timeout = 300"), parameters
+
+    with runs.step("serve") as run:
+        sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", lock_first, retval=True)
+    sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", lock_first)
+    ended = mlflow.get_run(run.info.run_id)
+    assert held and ended.info.status == "FINISHED" and names.SECONDS in ended.data.metrics
 
 
 def test_a_run_that_no_step_joined_still_gets_the_reason(store, monkeypatch):
