@@ -34,6 +34,23 @@ for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_TRACKING_URI"):
     os.environ.pop(name, None)
 
 
+class _Failures:
+    """Prints a failure as soon as it happens: a run that is cut short never prints its summary."""
+
+    def __init__(self, terminal) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext[-3000:]}")
+
+
+@pytest.hookimpl(trylast=True)  # the terminal is set up in such a hook too
+def pytest_configure(config: pytest.Config) -> None:
+    if terminal := config.pluginmanager.get_plugin("terminalreporter"):
+        config.pluginmanager.register(_Failures(terminal))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test without another tier as `unit`, and begin with the studies, which take longest."""
     for item in items:

@@ -29,6 +29,7 @@ MOMENTS = {  # how a process is titled that vLLM has just started
     "the engine has imported vLLM": "VLLM::EngineCore",
     "its worker loads the model": "VLLM::Worker",
 }
+LAST = "its worker loads the model"
 GONE_S = 10  # within which every process must have ended, on a machine with nothing else to do
 BEGUN_S = 300  # at most, until an engine starts
 
@@ -56,8 +57,13 @@ def runnable() -> int:
     return int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "signum"),
+    [
+        *((moment, signal.SIGTERM) for moment in MOMENTS),
+        *(pytest.param(moment, signal.SIGINT, marks=[pytest.mark.long] * (moment != LAST)) for moment in MOMENTS),
+    ],
+)
 def test_a_signal_while_an_engine_starts_leaves_no_process(moment, signum, store, tmp_path, python_of):
     told = tmp_path / "terminal.txt"
     own = os.environ | {build.PLACE: "vllm_cpu", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}

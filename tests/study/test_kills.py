@@ -3,7 +3,7 @@
 One finished study is copied for every case. The case forgets what one step made, runs the study again, and sends a
 signal while that step runs: to the study, to the step, to what the step started, or to all of them.
 
-    QRL_KILLS=200            number of cases, 20 by default; QRL_KILLS_FROM is the first one's
+    QRL_KILLS=200            number of cases, by default 8, one for each step; QRL_KILLS_FROM is the first one's
     QRL_KILLS_CASES=34,58    these cases instead
     QRL_KILLS_FINISHED=DIR   keeps the finished study there for the next time
     QRL_KILLS_LOG=FILE       gets a line of JSON a case
@@ -59,7 +59,7 @@ GONE_S = 20  # within which every process must have ended, for each process that
 STARTING_S = 20.0  # of a study, before its first step
 MARK = "QRL_KILLS_CASE"  # in the environment of a case's processes
 FINISHED = os.environ.get("QRL_KILLS_FINISHED")
-FIRST, COUNT = int(os.environ.get("QRL_KILLS_FROM", "0")), int(os.environ.get("QRL_KILLS", "20"))
+FIRST, COUNT = int(os.environ.get("QRL_KILLS_FROM", "0")), int(os.environ.get("QRL_KILLS", len(STEPS)))
 CASES = [int(each) for each in os.environ.get("QRL_KILLS_CASES", "").split(",") if each] or range(FIRST, FIRST + COUNT)
 
 

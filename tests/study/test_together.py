@@ -80,7 +80,7 @@ def test_a_study_waits_for_a_step_of_another_and_reuses_it(store, monkeypatch, c
     assert "waiting for it" in told and "reused, as another study made it: train from run aaaaaaaa" in told
 
 
-@pytest.fixture(params=["default store", "server"])
+@pytest.fixture(params=["default store", pytest.param("server", marks=pytest.mark.long)])
 def shared(request, tmp_path):
     """A folder, and the environment in which studies share a fresh store."""
     own = {key: text for key, text in os.environ.items() if not key.startswith("MLFLOW_")}

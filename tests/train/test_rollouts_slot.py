@@ -61,7 +61,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["lora", "qlora"])
+@pytest.mark.parametrize("method", ["qlora", pytest.param("lora", marks=pytest.mark.long)])
 def test_a_slots_engine_says_what_the_trainer_says_after_every_sync(method, tmp_path, python_of):
     """One engine gets both: merged weights, and the base with the adapter beside it."""
     torch.manual_seed(0)

@@ -107,7 +107,7 @@ def test_an_engine_that_truncates_reports_the_whole_distributions_log_probabilit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["qlora", "full"])
+@pytest.mark.parametrize("method", ["qlora", pytest.param("full", marks=pytest.mark.long)])
 def test_after_each_of_ten_syncs_the_engine_says_what_the_trainer_says_and_the_base_stands(method, tmp_path, python_of):
     torch.manual_seed(0)
     settings = Train(method=method, dtype="fp32" if method == "full" else "bf16")

@@ -288,21 +288,24 @@ def apart(base: Path, one: Path, two: Path) -> float:
 
 VARIED = {"top_k": 0, "temperature": 2.0, "max_completion_tokens": 32}  # so that a group's rewards differ
 CASES = {  # the loss and its format
-    "grpo int4": {"qat": "int4"} | VARIED,
     "grpo nvfp4-a4": {"qat": "nvfp4-a4", "gradient_checkpointing": True} | VARIED,
-    "distillation": {"teacher": "qrl-tiny"},
-    "distillation bf16": {"teacher": "qrl-tiny", "dtype": "bf16", "max_completion_tokens": 8},
     "distillation bf16 int4": {"teacher": "qrl-tiny", "dtype": "bf16", "max_completion_tokens": 8, "qat": "int4"},
     "distillation nvfp4-a4": {"teacher": "qrl-tiny", "qat": "nvfp4-a4", "teacher_placement": "sharded"},
+}
+FURTHER = {
+    "grpo int4": {"qat": "int4"} | VARIED,
+    "distillation": {"teacher": "qrl-tiny"},
+    "distillation bf16": {"teacher": "qrl-tiny", "dtype": "bf16", "max_completion_tokens": 8},
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in FURTHER)])
 def test_the_trainer_shards_as_it_trains_whole_and_goes_on_from_a_checkpoint(case, tmp_path, away):
     """Sampling by seed and process is the same under DDP, whose processes hold whole weights."""
-    base = away if "teacher" in CASES[case] else tiny.PATH
-    whole, parts = (trained(tmp_path / each, base, each, **CASES[case]) for each in ("ddp", "fsdp2"))
+    changes = (CASES | FURTHER)[case]
+    base = away if "teacher" in changes else tiny.PATH
+    whole, parts = (trained(tmp_path / each, base, each, **changes) for each in ("ddp", "fsdp2"))
     assert [told["held"] for told in whole] == [1.0, 1.0] and all(told["held"] < 0.6 for told in parts)
     assert any(whole[0]["history"]["loss"]) and parts[0]["start"] == whole[0]["start"]
     for name in ("loss", "grad_norm", "completion_tokens"):
@@ -312,6 +315,6 @@ def test_the_trainer_shards_as_it_trains_whole_and_goes_on_from_a_checkpoint(cas
     shutil.copytree(tmp_path / "fsdp2" / kept, tmp_path / "again" / kept)
     for file in (tmp_path / "fsdp2/work").glob("*.json"):
         shutil.copy(file, tmp_path / "again/work")
-    again = trained(tmp_path / "again", base, "fsdp2", **CASES[case])
+    again = trained(tmp_path / "again", base, "fsdp2", **changes)
     assert again[0]["resumed_from"] == 2 and again[0]["start"] == parts[0]["start"]
     assert checkpoint.digest(tmp_path / "again/model") == checkpoint.digest(tmp_path / "fsdp2/model")
