@@ -77,9 +77,9 @@ class RecipeCommand(click.Command):
         typed = {option.removeprefix("--"): value for option, value in itertools.pairwise(words)}
         name = typed.get("recipe", recipe.DEFAULT)
         if name == recipe.DEFAULT and self.auto == "tiny" and {"-h", "--help", "--help-all"} & set(args):
-            from qrl.study import preflight
+            from qrl.study import auto
 
-            name = preflight.recipe_for(name, typed)
+            name = auto.recipe_for(name, typed)
             name = recipe.default(typed) if name == recipe.DEFAULT else name
         ctx.meta[_RECIPE] = self.auto if name == recipe.DEFAULT else name
         return super().parse_args(ctx, args)
@@ -127,9 +127,9 @@ class RecipeCommand(click.Command):
             environments.check_checkout(self.name)
         inherited = self._inherited(own, overrides) if name == recipe.DEFAULT else {}
         if self.auto == "tiny" and not inherited:
-            from qrl.study import preflight
+            from qrl.study import auto
 
-            name = preflight.recipe_for(name, overrides)
+            name = auto.recipe_for(name, overrides)
         settings = ctx.params["settings"] = recipe.load(name, inherited | overrides)
         if "prompt" in overrides:  # a file's contents, which its later steps then share
             overrides["prompt"] = settings.prompt

@@ -12,6 +12,7 @@ from qrl import names, process
 from qrl import recipe as recipes
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe
+from qrl.study import auto
 from qrl.tracking.keys import ROOT
 from qrl.workspace import WORK
 
@@ -56,9 +57,7 @@ def environment_for(step: str, choice: str, device: str = "auto") -> Path | None
         return None
     folder = on_gpu
     if on_gpu != on_cpu:
-        from qrl.study import preflight  # imports torch, which takes seconds
-
-        folder = on_gpu if preflight.device_of(device) == "cuda" else on_cpu
+        folder = on_gpu if auto.device_of(device) == "cuda" else on_cpu
     return ROOT / "projects" / folder if folder else None
 
 

@@ -43,11 +43,11 @@ def study(recipe: str = "auto", **overrides: object) -> Study:
     """
     from qrl import compare
     from qrl import recipe as recipes
-    from qrl.study import pipeline, preflight
+    from qrl.study import auto, pipeline
     from qrl.tracking import contents, projects
 
     typed = {key: str(value) for key, value in overrides.items()}
-    recipe = preflight.recipe_for(recipe, typed)
+    recipe = auto.recipe_for(recipe, typed)
     settings = recipes.load(recipe, typed)
     typed |= {"prompt": settings.prompt} if "prompt" in typed else {}  # a file's contents
     run_id = pipeline.study(settings, {"recipe": recipe, **typed})

@@ -11,36 +11,12 @@ from qrl import recipe as recipes
 from qrl.errors import BadInput
 from qrl.formats.kind import FEW_BITS
 from qrl.recipe import Recipe
+from qrl.study import auto
 from qrl.study.launch import DryRun
 
 LAST_STEPS = 3  # diagnose, compare and promote, which a `DryRun` does not reach
 LONGEST = 50  # questions whose length is checked: those with the most characters
 _ANYWAY = "To start the study anyway, add --yes (with mlflow run: -P yes=true)."
-
-
-def recipe_for(name: str, overrides: dict[str, str]) -> str:
-    """Return the recipe to load: the one that was named or, for `auto`, the one that fits the model and the device."""
-    if name != recipes.DEFAULT or recipes.default(overrides) == recipes.default(overrides, device="cpu"):
-        return name
-    return recipes.default(overrides, device=device_of(overrides.get("device", "auto")))
-
-
-def device_of(wanted: str) -> str:
-    """Return the device of a study's steps, here or on the nodes of the cluster that they are submitted to.
-
-    Raises:
-        BadInput: the recipe says `cuda`, and there is no GPU.
-    """
-    from qrl.engine import device as devices
-
-    nodes = cluster.chosen()
-    if nodes is None:
-        return devices.choose(wanted)
-    if wanted == "cuda" and nodes.device() == "cpu":
-        raise BadInput(
-            "device is 'cuda', but steps.train of cluster.yaml asks for no `gpus`: give it some, or device=cpu."
-        )
-    return nodes.device() if wanted == "auto" else wanted
 
 
 def check(
@@ -74,7 +50,7 @@ def check(
     evaluate.kv_schemes(recipe)
     unheeded = choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides, beside)
     report.warn(unheeded + evaluate.unheeded(recipe.evaluate))
-    device, name = device_of(recipe.device), overrides.get("recipe", recipes.DEFAULT)
+    device, name = auto.device_of(recipe.device), overrides.get("recipe", recipes.DEFAULT)
     if device == "cpu" and recipes.needs_gpu(name):
         smaller = recipes.default({"model": recipe.model, "task": recipe.task}, device=device)
         fitting = f"use a machine with one, or recipe={smaller}"

@@ -463,6 +463,15 @@ def test_help_shows_the_values_of_the_recipe_that_would_run(words, name):
         assert f"[{name}: {values[key]}]" in text
 
 
+def test_help_imports_nothing_heavy():
+    code = "import sys\nfrom qrl.cli import cli\n"
+    code += "for name in cli.commands: cli.main([name, '--help'], standalone_mode=False)\n"
+    code += "sys.exit(str({'mlflow', 'numpy', 'pandas', 'scipy', 'torch'} & set(sys.modules)))"
+    asked = [sys.executable, "-c", code]
+    done = subprocess.run(asked, cwd=Path(qrl.__file__).parents[1], capture_output=True, text=True, check=False)
+    assert done.stderr == "set()\n", done.stderr
+
+
 def test_help_of_a_study_has_the_ten_options_that_matter_and_three_examples():
     from qrl import recipe
 

@@ -16,7 +16,7 @@ from qrl.cluster import backend, config, driver, jobs, slurm
 from qrl.cluster.skypilot import SkyPilot
 from qrl.cluster.slurm import Slurm
 from qrl.errors import BadInput
-from qrl.study import preflight
+from qrl.study import auto, preflight
 
 SLURM = {
     "driver": "slurm",
@@ -148,11 +148,11 @@ def test_options_become_parameters():
 def test_a_study_learns_the_device_of_its_nodes(tmp_path, monkeypatch):
     (tmp_path / "cluster.json").write_text(json.dumps(SLURM))
     monkeypatch.setenv(config.CHOSEN, str(tmp_path / "cluster.json"))
-    assert preflight.device_of("auto") == "cuda" and preflight.device_of("cpu") == "cpu"
+    assert auto.device_of("auto") == "cuda" and auto.device_of("cpu") == "cpu"
     (tmp_path / "cluster.json").write_text(json.dumps(SLURM | {"steps": {}}))
-    assert preflight.device_of("auto") == "cpu"
+    assert auto.device_of("auto") == "cpu"
     with pytest.raises(BadInput, match="no `gpus`"):
-        preflight.device_of("cuda")
+        auto.device_of("cuda")
 
 
 CLUSTERS = {  # what a recipe and cluster.yaml say of one training

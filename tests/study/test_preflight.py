@@ -15,7 +15,7 @@ from qrl.errors import BadInput, QrlError, UnhealthyCell
 from qrl.evaluate import scores
 from qrl.recipe import Evaluate
 from qrl.steps import evaluate
-from qrl.study import forecast, preflight, trial
+from qrl.study import auto, forecast, preflight, trial
 from qrl.study.launch import DryRun
 
 SMALL = {"device": "cpu", "evaluate.n": "40", "evaluate.batch_size": "40", "quantize.schemes": "nf4"}
@@ -173,9 +173,9 @@ def test_codes_that_vllm_cannot_run_are_refused_before_anything_is_trained():
 
 def test_without_a_recipe_the_device_decides_between_the_small_and_the_large_one():
     own = {"model": "some/model", "device": "cpu"}
-    assert preflight.recipe_for("auto", own) == "instruct-cpu"
-    assert preflight.recipe_for("auto", {"task": "math", "device": "cpu"}) == "math-cpu"
-    assert preflight.recipe_for("auto", {"device": "cpu"}) == "auto" and preflight.recipe_for("math", own) == "math"
+    assert auto.recipe_for("auto", own) == "instruct-cpu"
+    assert auto.recipe_for("auto", {"task": "math", "device": "cpu"}) == "math-cpu"
+    assert auto.recipe_for("auto", {"device": "cpu"}) == "auto" and auto.recipe_for("math", own) == "math"
 
 
 def test_an_overlap_of_the_users_own_questions_is_found_before_the_base_is_loaded(tmp_path, monkeypatch):

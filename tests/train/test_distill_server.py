@@ -145,7 +145,9 @@ def test_the_default_placement_leaves_keys_as_they_were():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), pytest.param("bfloat16", 0.1, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-4), pytest.param("bfloat16", 0.1, marks=pytest.mark.long)]
+)
 def test_vllms_server_gives_the_loss_of_a_teacher_in_process(dtype, tolerance, tmp_path, away, python_of):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

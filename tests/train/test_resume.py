@@ -141,7 +141,9 @@ def test_a_training_killed_after_its_last_step_takes_no_further_one(kind, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["nvfp4-a4", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("qlora", "int8"))])
+@pytest.mark.parametrize(
+    "kind", ["nvfp4-a4", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("qlora", "int8"))]
+)
 def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(kind, tmp_path):
     """As if they had been killed: without its last checkpoint, the training ends with the same weights again."""
     settings = KINDS["qlora"] if kind == "qlora" else KINDS["full"].model_copy(update={"qat": kind, "beta": 0.01})
