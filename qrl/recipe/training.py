@@ -150,7 +150,7 @@ class Train(Section):
     )
 
     parallel: Annotated[Literal["none", "ddp", "fsdp2", "zero3"], NotInKey("parallel", "none")] = option(
-        "none", "processes that train as one, a GPU each: ddp (copies), fsdp2 (parts, on GPUs alone); zero3 is refused"
+        "none", "processes that train as one, a GPU each: ddp (copies), fsdp2 (parts, on GPUs alone), zero3 (DeepSpeed)"
     )
     # The number that trains is an input of the key.
     processes: NoKey[Count | None] = option(None, "how many with train.parallel; default: all GPUs of this machine")

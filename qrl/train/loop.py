@@ -14,7 +14,7 @@ import torch
 from qrl import checkpoint, process
 from qrl.errors import BadInput, QrlError
 from qrl.formats import header
-from qrl.train import arguments, parallel, policy, save
+from qrl.train import arguments, parallel, policy, save, sharded
 from qrl.train.job import Job, Trained
 from qrl.train.monitor import metrics, probe
 from qrl.train.qat import prepare
@@ -47,7 +47,7 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
     except _AllSteps:
         trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
     seconds = time.perf_counter() - began
-    state = trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
+    state = sharded.gathered(trainer)
     frozen.check(state)
     moved = save.moved(model, base, state) if process.rank() == 0 and not job.settings.adapter else {}
     if process.rank() == 0:
@@ -115,7 +115,7 @@ def register_numbered_cpus() -> None:
 
 def _broken(path: Path) -> str | None:
     """Return why a checkpoint cannot be resumed from: a kill while saving leaves files missing or truncated."""
-    world, optimizer = process.world_size(), "optimizer.bin" if process.sharded() else "optimizer.pt"
+    world = process.world_size()
     states = [f"rng_state_{rank}.pth" for rank in range(world)] if world > 1 else ["rng_state.pth"]
     try:
         json.loads((path / "trainer_state.json").read_text())
@@ -123,7 +123,7 @@ def _broken(path: Path) -> str | None:
         for file in weights:
             if not header.read(file):
                 return f"{file.name} holds no weights"
-        for name in (optimizer, "scheduler.pt", *states):
+        for name in (*sharded.optimizer_files(step(path)), "scheduler.pt", *states):
             if (bad := zipfile.ZipFile(path / name).testzip()) is not None:
                 return f"{name} holds a damaged {bad}"
     except (OSError, ValueError, zipfile.BadZipFile, BadInput) as error:

@@ -1,11 +1,15 @@
-"""Quantized and distilled students under FSDP 2, on two processes of a CPU: what one process computes, bit for bit.
+"""Students that FSDP 2 or DeepSpeed divides, on two processes of a CPU: what one process computes, bit for bit.
 
 accelerate starts FSDP on no CPU, so most tests shard with torch's `fully_shard` as accelerate does; the slow ones give
 accelerate the type that it gives GPUs, and run the whole trainer.
 """
 
+import importlib.util
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ from safetensors.torch import load_file
 
 from qrl import checkpoint, tiny
 from qrl.recipe import Train
+from qrl.train import parallel
 from tests.train import pair
 
 pytest.importorskip("compressed_tensors")
@@ -248,8 +253,9 @@ with process.sentences():
         make, kind = (lambda job: distill.make_trainer(job, tiny.PATH)), metrics.DISTILLATION
     trainer = make(job)
     done = loop.run(trainer, job, checkpoint.check(job.base), kind)
-parts = [getattr(weight, "_local_tensor", weight).numel() for weight in trainer.model.parameters()]
-held = sum(parts) / sum(weight.numel() for weight in trainer.model.parameters())
+local, weights = ("_local_tensor", "ds_tensor"), list(trainer.model.parameters())  # FSDP 2's, DeepSpeed's
+parts = [next((getattr(each, name) for name in local if hasattr(each, name)), each).numel() for each in weights]
+held = sum(parts) / sum(getattr(each, "ds_numel", each.numel()) for each in weights)
 told = {"resumed_from": done.resumed_from, "history": done.history.to_dict("list"), "held": held, "start": seen.get(0)}
 sys.stdout.write(f"rank {process.rank()} told {json.dumps(told)}\\n")
 """
@@ -267,10 +273,10 @@ SMALL = Train(
 )
 
 
-def trained(folder: Path, base: Path, parallel: str, **changes) -> list[dict]:
+def trained(folder: Path, base: Path, **changes) -> list[dict]:
     """Train on two processes, and return what each told at its end, by rank."""
     folder.mkdir(exist_ok=True)
-    settings = SMALL.model_copy(update={"parallel": parallel} | changes)
+    settings = SMALL.model_copy(update=changes)
     done = pair.run(folder, TRAINED, base, folder / "work", folder / "model", settings.model_dump_json())
     assert done.returncode == 0, done.stderr[-3000:]
     told = dict(line.split(" told ") for line in done.stdout.splitlines() if " told " in line)
@@ -286,8 +292,35 @@ def apart(base: Path, one: Path, two: Path) -> float:
     return float(other.norm() / moved.norm())
 
 
+@pytest.fixture(scope="module")
+def deepspeed(tmp_path_factory):
+    """Install DeepSpeed in a folder of its own where the environment lacks it, for the processes that tests start."""
+    if importlib.util.find_spec("deepspeed"):
+        yield
+        return
+    folder = tmp_path_factory.mktemp("deepspeed")
+    packages = [parallel.DEEPSPEED, "einops", "hjson", "msgpack", "ninja", "py-cpuinfo"]  # torch is there
+    command = [
+        "uv",
+        "pip",
+        "install",
+        "-q",
+        "--python",
+        sys.executable,
+        "--no-deps",
+        "--target",
+        str(folder),
+        *packages,
+    ]
+    subprocess.run(command, check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
+        yield
+
+
 VARIED = {"top_k": 0, "temperature": 2.0, "max_completion_tokens": 32}  # so that a group's rewards differ
 CASES = {  # the loss and its format
+    "grpo zero3": {"parallel": "zero3"} | VARIED,
     "grpo nvfp4-a4": {"qat": "nvfp4-a4", "gradient_checkpointing": True} | VARIED,
     "distillation bf16 int4": {"teacher": "qrl-tiny", "dtype": "bf16", "max_completion_tokens": 8, "qat": "int4"},
     "distillation nvfp4-a4": {"teacher": "qrl-tiny", "qat": "nvfp4-a4", "teacher_placement": "sharded"},
@@ -301,20 +334,21 @@ FURTHER = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in FURTHER)])
-def test_the_trainer_shards_as_it_trains_whole_and_goes_on_from_a_checkpoint(case, tmp_path, away):
+def test_the_trainer_shards_as_it_trains_whole_and_goes_on_from_a_checkpoint(case, tmp_path, away, deepspeed):
     """Sampling by seed and process is the same under DDP, whose processes hold whole weights."""
     changes = (CASES | FURTHER)[case]
     base = away if "teacher" in changes else tiny.PATH
-    whole, parts = (trained(tmp_path / each, base, each, **changes) for each in ("ddp", "fsdp2"))
+    how = changes.get("parallel", "fsdp2")
+    whole, parts = (trained(tmp_path / each, base, **changes | {"parallel": each}) for each in ("ddp", how))
     assert [told["held"] for told in whole] == [1.0, 1.0] and all(told["held"] < 0.6 for told in parts)
     assert any(whole[0]["history"]["loss"]) and parts[0]["start"] == whole[0]["start"]
     for name in ("loss", "grad_norm", "completion_tokens"):
         assert parts[0]["history"][name] == pytest.approx(whole[0]["history"][name], rel=2e-2, abs=1e-5), name
-    assert apart(base, tmp_path / "ddp/model", tmp_path / "fsdp2/model") < 0.05
+    assert apart(base, tmp_path / "ddp/model", tmp_path / how / "model") < 0.05
     kept = Path("work", "checkpoint-2")
-    shutil.copytree(tmp_path / "fsdp2" / kept, tmp_path / "again" / kept)
-    for file in (tmp_path / "fsdp2/work").glob("*.json"):
+    shutil.copytree(tmp_path / how / kept, tmp_path / "again" / kept)
+    for file in (tmp_path / how / "work").glob("*.json"):
         shutil.copy(file, tmp_path / "again/work")
-    again = trained(tmp_path / "again", base, "fsdp2", **changes)
+    again = trained(tmp_path / "again", base, **changes | {"parallel": how})
     assert again[0]["resumed_from"] == 2 and again[0]["start"] == parts[0]["start"]
-    assert checkpoint.digest(tmp_path / "again/model") == checkpoint.digest(tmp_path / "fsdp2/model")
+    assert checkpoint.digest(tmp_path / "again/model") == checkpoint.digest(tmp_path / how / "model")
