@@ -14,6 +14,7 @@ ddp         two processes share the step, each with an engine
 double      the same with twice the questions: as much work for a GPU as with one
 again       `ddp` once more under the same seed: which measures of each step are the same?
 fsdp2       weights, gradients and optimizer states are divided
+zero3       the same by DeepSpeed, in fp32: only if named, for it must be installed
 server      two processes, and an engine behind a server on the second GPU
 tensor      one process, and a server whose engine is divided over two further GPUs: only if named, for it needs three
 qat, qat-ddp            quantization-aware training of nvfp4-a4
@@ -55,6 +56,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it i
     "double": ("one", (*DDP, "--train.prompts_per_step", "128")),
     "again": ("ddp", DDP),
     "fsdp2": ("one", FSDP2),
+    "zero3": ("fsdp2", ("--train.parallel", "zero3", "--train.dtype", "fp32")),
     "server": ("one", (*DDP, *SERVED)),
     "tensor": ("one", SERVED),
     "qat": ("one", QAT),
@@ -153,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the cases, write WORK/parallel.json, and return 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("work", type=Path, help="folder for stores, logs and figures")
-    parser.add_argument("--cases", default=",".join(case for case in CASES if case != "tensor"))
+    parser.add_argument("--cases", default=",".join(case for case in CASES if case not in ("tensor", "zero3")))
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps; the first one warms up")
     parser.add_argument("--check", action="store_true", help="the built-in model on a CPU, without an engine")
     given = parser.parse_args(arguments)
