@@ -108,16 +108,28 @@ def tiny_checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model_signing(tmp_path_factory):
-    """Install model-signing in a folder of its own where the environment lacks it."""
+def install(tmp_path_factory) -> Callable[..., Path]:
+    """Return a function that installs packages which the environment lacks in a folder of their own."""
+
+    def into_folder(*words: str) -> Path:
+        folder = tmp_path_factory.mktemp("library")
+        command = ["uv", "pip", "install", "-q", "--python", sys.executable, "--target", str(folder), *words]
+        subprocess.run(command, check=True)
+        return folder
+
+    return into_folder
+
+
+@pytest.fixture(scope="session")
+def model_signing(install, tmp_path_factory):
+    """Install model-signing where the environment lacks it."""
     from qrl.registry import signing
 
     folder = tmp_path_factory.mktemp("library")
     try:
         importlib.import_module("model_signing.signing")
     except ImportError:
-        command = ["uv", "pip", "install", "-q", "--python", sys.executable, "--target", str(folder), *signing.PACKAGES]
-        subprocess.run(command, check=True)
+        folder = install(*signing.PACKAGES)
         importlib.invalidate_caches()
     sys.path.append(str(folder))
     yield

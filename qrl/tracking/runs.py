@@ -174,19 +174,18 @@ def _ended(run: mlflow.ActiveRun) -> Iterator[None]:
         yield
     except BaseException as error:
         reported = (store.sentence(error) if isinstance(error, Exception) else None) or error
-        _end(run.info.run_id, reported, _end_active)
+        _end(run.info.run_id, reported, partial(_end_active, run.info.run_id))
         if reported is error:
             raise
         raise reported from error
     try:
-        _end_active("FINISHED")
+        _end_active(run.info.run_id, "FINISHED")
     except Exception as failure:
         raise store.sentence(failure) or failure from None
 
 
-def _end_active(status: str) -> None:
+def _end_active(run_id: str, status: str) -> None:
     """End the active run; MLflow forgets which it is before it writes, so a second try must name it."""
-    run_id = contents.active_id()
     try:
         mlflow.end_run(status)
     except mlflow.MlflowException:

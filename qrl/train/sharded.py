@@ -69,9 +69,9 @@ def optimizer_files(step: int) -> list[str]:
 def whole(weight: Tensor) -> Tensor:
     """Return a weight's values, gathered where it is sharded: then all processes call this, in the same order."""
     if hasattr(weight, "ds_id"):
-        from deepspeed.zero import GatheredParameters
+        import deepspeed
 
-        with GatheredParameters([weight]):
+        with deepspeed.zero.GatheredParameters([weight]):
             return weight.detach().clone()
     weight = weight.detach()
     gather = getattr(weight, "full_tensor", None)

@@ -14,7 +14,7 @@ ddp         two processes share the step, each with an engine
 double      the same with twice the questions: as much work for a GPU as with one
 again       `ddp` once more under the same seed: which measures of each step are the same?
 fsdp2       weights, gradients and optimizer states are divided
-zero3       the same by DeepSpeed, in fp32: only if named, for it must be installed
+fsdp2-fp32, zero3       the same in fp32, by FSDP and by DeepSpeed, which must be installed: only if named
 server      two processes, and an engine behind a server on the second GPU
 tensor      one process, and a server whose engine is divided over two further GPUs: only if named, for it needs three
 qat, qat-ddp            quantization-aware training of nvfp4-a4
@@ -46,6 +46,7 @@ from qrl import names, tiny
 from qrl.engine import vllm_support
 
 DDP, FSDP2 = ("--train.parallel", "ddp"), ("--train.parallel", "fsdp2")
+FP32 = ("--train.dtype", "fp32")
 QAT = ("--train.qat", "nvfp4-a4")
 SMALL = ("--train.prompts_per_step", "8", "--train.micro_batch", "8")
 URL = "http://127.0.0.1:8018"
@@ -56,7 +57,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it i
     "double": ("one", (*DDP, "--train.prompts_per_step", "128")),
     "again": ("ddp", DDP),
     "fsdp2": ("one", FSDP2),
-    "zero3": ("fsdp2", ("--train.parallel", "zero3", "--train.dtype", "fp32")),
+    "fsdp2-fp32": ("", (*FSDP2, *FP32)),
+    "zero3": ("fsdp2-fp32", ("--train.parallel", "zero3", *FP32)),
     "server": ("one", (*DDP, *SERVED)),
     "tensor": ("one", SERVED),
     "qat": ("one", QAT),
@@ -68,6 +70,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it i
     "8b-fsdp2": ("", (*FSDP2, *SMALL)),
     "8b-qat-fsdp2": ("8b-fsdp2", (*FSDP2, *QAT, *SMALL)),
 }
+NAMED = {"tensor", "fsdp2-fp32", "zero3"}  # that run only if they are named
 ALONE = {"one", "qat", "distil", "tensor"}  # that see the first GPU only
 SERVERS = {
     "server": ({"CUDA_VISIBLE_DEVICES": "1"}, ()),
@@ -155,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure the cases, write WORK/parallel.json, and return 1 if a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("work", type=Path, help="folder for stores, logs and figures")
-    parser.add_argument("--cases", default=",".join(case for case in CASES if case not in ("tensor", "zero3")))
+    parser.add_argument("--cases", default=",".join(case for case in CASES if case not in NAMED))
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps; the first one warms up")
     parser.add_argument("--check", action="store_true", help="the built-in model on a CPU, without an engine")
     given = parser.parse_args(arguments)

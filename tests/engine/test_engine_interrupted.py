@@ -29,7 +29,7 @@ MOMENTS = {  # how a process is titled that vLLM has just started
     "the engine has imported vLLM": "VLLM::EngineCore",
     "its worker loads the model": "VLLM::Worker",
 }
-LAST = "its worker loads the model"
+LAST = [*MOMENTS][-1]
 GONE_S = 10  # within which every process must have ended, on a machine with nothing else to do
 BEGUN_S = 300  # at most, until an engine starts
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import psutil
@@ -51,8 +52,14 @@ def child(words: str):
 )
 def test_what_this_machine_cannot_do_is_refused_in_a_sentence(fields, device, gpus, words, monkeypatch):
     monkeypatch.setattr(parallel.devices, "gpus", lambda _device: gpus)
+    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as where it is not installed
     with pytest.raises(BadInput, match=words):
         parallel.check(settings(**fields), device)
+
+
+def test_the_extra_installs_the_deepspeed_that_is_asked_for():
+    project = tomllib.loads((pair.ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["zero3"] == [parallel.DEEPSPEED]
 
 
 def test_fsdp_2_shards_a_quantized_student(monkeypatch):

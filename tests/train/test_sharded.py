@@ -8,8 +8,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -220,9 +218,10 @@ from qrl import process
 process.settle()
 import accelerate.state
 from accelerate.utils import DistributedType
+from safetensors.torch import load_file
 from qrl import checkpoint, tasks, tiny
 from qrl.recipe import Train
-from qrl.train import Job, distill, grpo, loop, parallel
+from qrl.train import Job, distill, grpo, loop, parallel, sharded
 from qrl.train.monitor import metrics
 
 base, work, out, settings = sys.argv[1:]
@@ -256,6 +255,10 @@ with process.sentences():
 local, weights = ("_local_tensor", "ds_tensor"), list(trainer.model.parameters())  # FSDP 2's, DeepSpeed's
 parts = [next((getattr(each, name) for name in local if hasattr(each, name)), each).numel() for each in weights]
 held = sum(parts) / sum(getattr(each, "ds_numel", each.numel()) for each in weights)
+if process.zero():  # what vLLM would be sent
+    saved = load_file(Path(out, "model.safetensors"))
+    for name, weight in trainer.model.named_parameters():
+        assert sharded.whole(weight).to(saved[name].dtype).equal(saved[name]), name
 told = {"resumed_from": done.resumed_from, "history": done.history.to_dict("list"), "held": held, "start": seen.get(0)}
 sys.stdout.write(f"rank {process.rank()} told {json.dumps(told)}\\n")
 """
@@ -292,30 +295,13 @@ def apart(base: Path, one: Path, two: Path) -> float:
     return float(other.norm() / moved.norm())
 
 
-@pytest.fixture(scope="module")
-def deepspeed(tmp_path_factory):
-    """Install DeepSpeed in a folder of its own where the environment lacks it, for the processes that tests start."""
-    if importlib.util.find_spec("deepspeed"):
-        yield
-        return
-    folder = tmp_path_factory.mktemp("deepspeed")
-    packages = [parallel.DEEPSPEED, "einops", "hjson", "msgpack", "ninja", "py-cpuinfo"]  # torch is there
-    command = [
-        "uv",
-        "pip",
-        "install",
-        "-q",
-        "--python",
-        sys.executable,
-        "--no-deps",
-        "--target",
-        str(folder),
-        *packages,
-    ]
-    subprocess.run(command, check=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
-        yield
+@pytest.fixture
+def deepspeed(install, monkeypatch):
+    """Let the processes that a test starts import DeepSpeed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        besides = ("einops", "hjson", "msgpack", "ninja", "py-cpuinfo")  # torch is there
+        folder = install("--no-deps", parallel.DEEPSPEED, *besides)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
 
 
 VARIED = {"top_k": 0, "temperature": 2.0, "max_completion_tokens": 32}  # so that a group's rewards differ
@@ -334,11 +320,13 @@ FURTHER = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in FURTHER)])
-def test_the_trainer_shards_as_it_trains_whole_and_goes_on_from_a_checkpoint(case, tmp_path, away, deepspeed):
+def test_the_trainer_shards_as_it_trains_whole_and_goes_on_from_a_checkpoint(case, tmp_path, away, request):
     """Sampling by seed and process is the same under DDP, whose processes hold whole weights."""
     changes = (CASES | FURTHER)[case]
     base = away if "teacher" in changes else tiny.PATH
     how = changes.get("parallel", "fsdp2")
+    if how == "zero3":  # the others run without it
+        request.getfixturevalue("deepspeed")
     whole, parts = (trained(tmp_path / each, base, **changes | {"parallel": each}) for each in ("ddp", how))
     assert [told["held"] for told in whole] == [1.0, 1.0] and all(told["held"] < 0.6 for told in parts)
     assert any(whole[0]["history"]["loss"]) and parts[0]["start"] == whole[0]["start"]
