@@ -59,7 +59,7 @@ ENDED = (0, 3)  # 3: a gate refused a stage, after everything else
 FP8 = "grpo-fp8"
 TRAINED = {names.GRPO: (names.GRPO, "none"), names.SFT: (names.SFT, "none"), FP8: (names.GRPO, "fp8")}
 # Variant → its tag in the store, what its rollouts are quantized to.
-PACKED = ("fp8", "nvfp4", "int8")  # round activations, so each needs an engine of its own; int8 is slow, and last
+PACKED = {"fp8": "packed", "nvfp4": "packed", "int8": "int8"}  # round activations: not answered unpacked; int8 is slow
 ARMS = ("sft", "tiny-qlora", "qat-int4", "qad-int4")
 CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
     "--device cpu --train.steps 2 --train.prompts_per_step 4 --train.micro_batch 32 --evaluate.n 60 "
@@ -80,6 +80,7 @@ class Work:
         fp8: bool,
         check: bool = False,
         trainings: int = 16,
+        engines: int = 64,
     ) -> None:
         self.folder, self.more, self.arms, self.check = folder.resolve(), list(more), arms, check
         self.store, self.fp8 = f"sqlite:///{self.folder}/store.db", fp8
@@ -87,6 +88,7 @@ class Work:
         typed = dict(zip((word.removeprefix("--") for word in more[::2]), more[1::2], strict=True))
         self.schemes = ",".join(recipes.load(self.recipe, typed).quantize.schemes)
         self.printing, self.training = threading.Lock(), threading.Semaphore(trainings)
+        self.evaluating = threading.Semaphore(engines)
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def qrl(self, name: str, *words: str, module: str = "qrl") -> bool:
@@ -216,18 +218,23 @@ class Work:
         """Quantize a model, made from a base, and evaluate all of its cells."""
         if made := self.quantize(variant, model, base, seed, recipe):
             listed = {f"{variant}:full": model} | made
-            packed = {cell: listed[cell] for q in PACKED if (cell := f"{variant}:{q}") in listed}
-            unpacked = {cell: listed[cell] for cell in sorted(listed.keys() - packed.keys())}
-            groups = {"evaluate": unpacked, "packed": packed}
+            groups: dict[str, dict[str, str]] = {"evaluate": {}, "packed": {}, "int8": {}}
+            for cell in sorted(listed):
+                groups[PACKED.get(cell.partition(":")[2], "evaluate")][cell] = listed[cell]
             with ThreadPoolExecutor(len(groups)) as side_by_side:
                 jobs = []
                 for step, cells in groups.items():
                     words = ["--model", base, "--seed", str(seed)]
                     words += ["--cells", ",".join(f"{cell}={each}" for cell, each in cells.items())]
                     name = f"{step}-{variant}-{Path(base).name}-{seed}"
-                    jobs += [side_by_side.submit(self.qrl, name, "evaluate", *recipe, *words)] if cells else []
+                    jobs += [side_by_side.submit(self.evaluate, name, *recipe, *words)] if cells else []
                 for job in jobs:
                     job.result()
+
+    def evaluate(self, name: str, *words: str) -> bool:
+        """Evaluate cells, as soon as few enough others are."""
+        with self.evaluating:
+            return self.qrl(name, "evaluate", *words)
 
 
 def main() -> None:
@@ -236,7 +243,8 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--seeds", help="default: 0,1,2,3")
     parser.add_argument("--lanes", type=int, default=4, help="sizes and seeds at once on one GPU")
-    parser.add_argument("--trainings", type=int, default=16, help="at once, of all lanes; m200: 2 on 80 GB")
+    parser.add_argument("--trainings", type=int, default=16, help="at once, of all lanes; m200: 3 on 80 GB")
+    parser.add_argument("--engines", type=int, default=64, help="evaluations at once; m200: 8 on 80 GB")
     parser.add_argument(
         "--arms", default=",".join(ARMS), help="of the sweep, beside GRPO in full precision; '': bases alone"
     )
@@ -249,7 +257,7 @@ def main() -> None:
     arms = ARMS[:1] if given.check else list(filter(None, given.arms.split(",")))
     more = CHECK.split() if given.check else ["--quantize.schemes", given.schemes] if given.schemes else []
     fp8 = not given.check and not given.without_fp8
-    work = Work(given.work, more, arms, fp8=fp8, check=given.check, trainings=given.trainings)
+    work = Work(given.work, more, arms, fp8=fp8, check=given.check, trainings=given.trainings, engines=given.engines)
     sizes = ["m3"] if given.check else given.sizes.split(",")
     slips = [""] if given.without_control else list(SLIPS)
     device = "cpu" if given.check else "cuda"
