@@ -193,10 +193,12 @@ def test_an_engine_that_dies_gives_the_reason_in_one_sentence(tmp_path, capfd):
 
 def test_an_engine_that_does_not_answer_in_time_is_ended(monkeypatch, capfd):
     monkeypatch.setattr(server, "READY_TIMEOUT_S", 0.2)
+    before = psutil.Process().children(True)  # another test's server, with its engine
     with pytest.raises(QrlError, match=r"did not answer within 0\.2 s") as caught:
         serve(tiny.PATH, free_port(), on_ready=lambda address: pytest.fail("It answered."))
     assert caught.value.exit_code == 1
-    assert not [each for each in psutil.Process().children(True) if "qrl.serve" in " ".join(each.cmdline())]
+    left = set(psutil.Process().children(True)) - set(before)
+    assert not [each for each in left if "qrl.serve" in " ".join(each.cmdline())]
 
 
 def test_the_files_are_read_while_the_engine_loads_and_nothing_answers_before_both_are_done():
