@@ -53,7 +53,6 @@ def write(found: Findings, why: pd.DataFrame | None = None) -> str:
         f"**RL, or any training?** {_so_far(found)}{_controls(found)}",
         "![What quantization costs GRPO's weights, minus what it costs others, by scheme](excess.png)",
         f"**How many bits?** {about_bits(found)}. {_cliff(found)}",
-        _cliffs(found),
         "![Accuracy lost to quantization, by bits](bits.png)",
         *_shares(found),
         f"**Size.** {_so_far(found)}{_growth(found)}",
@@ -169,15 +168,6 @@ def _cliff(found: Findings) -> str:
     said += [f"at {_and(none)} none is"] if none else []
     open_ = f" Undecided: {_and(undecided)}." if undecided else ""
     return f"The first width that is shown to cost more than {CLIFF_LOSS}: {'; '.join(said)}.{open_}" if said else ""
-
-
-def _cliffs(found: Findings) -> str:
-    rows = [
-        [*key, *map(interval, cliff.losses[1:]), f"{BITS[cliff.first]} bits" if cliff.first else "none"]
-        for key, cliff in found.cliffs.items()
-    ]
-    head = ("size", "weights", "loss in 4 bits", "3 bits", "2 bits", f"first above {CLIFF_LOSS}")
-    return "\n".join(table(head, rows)) if rows else ""
 
 
 def _shares(found: Findings) -> list[str]:

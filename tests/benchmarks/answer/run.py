@@ -61,6 +61,7 @@ TRAINED = {names.GRPO: (names.GRPO, "none"), names.SFT: (names.SFT, "none"), FP8
 # Variant → its tag in the store, what its rollouts are quantized to.
 PACKED = {"fp8": "packed", "nvfp4": "packed", "int8": "int8"}  # round activations: not answered unpacked; int8 is slow
 ARMS = ("sft", "tiny-qlora", "qat-int4", "qad-int4")
+THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}  # of a command: many run side by side
 CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
     "--device cpu --train.steps 2 --train.prompts_per_step 4 --train.micro_batch 32 --evaluate.n 60 "
     "--evaluate.batch_size 60 --quantize.schemes rtn-int4,gptq-int3 --quantize.calibration_samples 4 "
@@ -96,7 +97,7 @@ class Work:
         done = self.folder / "logs" / f"{name}.done"
         if done.exists():
             return True
-        variables = os.environ | {"MLFLOW_TRACKING_URI": self.store, "PYTHONPATH": export.with_checkout()}
+        variables = THREADS | os.environ | {"MLFLOW_TRACKING_URI": self.store, "PYTHONPATH": export.with_checkout()}
         began = time.monotonic()
         with open(self.folder / "logs" / f"{name}.log", "w") as log:
             command = [sys.executable, "-m", module, *words]
