@@ -118,7 +118,7 @@ def counted(model, tokens, lines: int, n: int = 100) -> None:
     from qrl.engine import hf
 
     tokens.padding_side, chosen = "left", random.Random("counted")
-    drawn = [chains.drawn(chosen, lines, range(1, 1000, 2)) for _ in range(n)]
+    drawn = [chains.drawn(chosen, lines, range(2, 1000, 2)) for _ in range(n)]
     asked = [f"Count from {first} to {target} by {step}." for target, first, step in drawn]
     prompts = [prompt.render(tokens, text, "plain") for text in asked]
     answers = hf.generate(model, tokens, prompts, max_new_tokens=20 * (lines + 2), batch_size=n)
