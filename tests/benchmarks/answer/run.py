@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -59,7 +60,8 @@ ENDED = (0, 3)  # 3: a gate refused a stage, after everything else
 FP8 = "grpo-fp8"
 TRAINED = {names.GRPO: (names.GRPO, "none"), names.SFT: (names.SFT, "none"), FP8: (names.GRPO, "fp8")}
 # Variant → its tag in the store, what its rollouts are quantized to.
-PACKED = {"fp8": "packed", "nvfp4": "packed", "int8": "int8"}  # round activations: not answered unpacked; int8 is slow
+PACKED = {"fp8": "packed", "nvfp4": "packed", "int8": "int8"}
+# Scheme that rounds activations, so that it is not answered unpacked → which evaluation answers it; int8 is slow.
 ARMS = ("sft", "tiny-qlora", "qat-int4", "qad-int4")
 THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}  # of a command: many run side by side
 CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
@@ -219,7 +221,7 @@ class Work:
         """Quantize a model, made from a base, and evaluate all of its cells."""
         if made := self.quantize(variant, model, base, seed, recipe):
             listed = {f"{variant}:full": model} | made
-            groups: dict[str, dict[str, str]] = {"evaluate": {}, "packed": {}, "int8": {}}
+            groups: dict[str, dict[str, str]] = defaultdict(dict)
             for cell in sorted(listed):
                 groups[PACKED.get(cell.partition(":")[2], "evaluate")][cell] = listed[cell]
             with ThreadPoolExecutor(len(groups)) as side_by_side:
@@ -228,7 +230,7 @@ class Work:
                     words = ["--model", base, "--seed", str(seed)]
                     words += ["--cells", ",".join(f"{cell}={each}" for cell, each in cells.items())]
                     name = f"{step}-{variant}-{Path(base).name}-{seed}"
-                    jobs += [side_by_side.submit(self.evaluate, name, *recipe, *words)] if cells else []
+                    jobs += [side_by_side.submit(self.evaluate, name, *recipe, *words)]
                 for job in jobs:
                     job.result()
 

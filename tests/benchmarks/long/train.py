@@ -107,25 +107,9 @@ def make(out: Path, work: Path, *, check: bool) -> None:
         place.mkdir(exist_ok=True)
         (place / "tokenizer").exists() or (place / "tokenizer").symlink_to(work / "tokenizer")
         train(model, tokens, Chains(lines, SLIP, number), budget, place, positions=TOKENS + 512, **limits)
-    counted(model, tokens, parts[0][0])
     with written_whole(out) as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokens.save_pretrained(folder)
-
-
-def counted(model, tokens, lines: int, n: int = 100) -> None:
-    """Print how many short questions a made model answers right, greedily: a model that cannot count learns nothing."""
-    from qrl.engine import hf
-
-    tokens.padding_side, chosen = "left", random.Random("counted")
-    drawn = [chains.drawn(chosen, lines, range(2, 1000, 2)) for _ in range(n)]
-    asked = [f"Count from {first} to {target} by {step}." for target, first, step in drawn]
-    prompts = [prompt.render(tokens, text, "plain") for text in asked]
-    answers = hf.generate(model, tokens, prompts, max_new_tokens=20 * (lines + 2), batch_size=n)
-    right = sum(
-        chains.grade(answer.text, " ".join(map(str, one))).strict for answer, one in zip(answers, drawn, strict=True)
-    )
-    print(f"made: {right} of {n} answers of {lines} lines right", flush=True)
 
 
 def trained(kind: str, work: Path, steps: int, *, check: bool) -> str:
