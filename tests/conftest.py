@@ -35,14 +35,16 @@ for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_TRACKING_URI"):
 
 
 class _Failures:
-    """Prints a failure as soon as it happens: a run that is cut short never prints its summary."""
+    """Prints a failure as soon as it happens: a run that is cut short never prints its summary, and none has reruns."""
 
     def __init__(self, terminal) -> None:
         self.terminal = terminal
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.failed:
-            self.terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})\n{report.longreprtext[-3000:]}")
+        if report.outcome in ("failed", "rerun"):
+            self.terminal.write_line(
+                f"\n{report.outcome.upper()} {report.nodeid} ({report.when})\n{report.longreprtext[-3000:]}"
+            )
 
 
 @pytest.hookimpl(trylast=True)  # the terminal is set up in such a hook too

@@ -84,7 +84,7 @@ def test_pip_installs_the_core_environment_and_the_tests_packages_as_an_extra():
     )
     assert not set(installed) & set(extra)
     assert installed | extra == pins(ROOT / "conda.yaml")
-    assert set(extra) == {"pytest", "pytest-xdist", "hypothesis", "statsmodels"}
+    assert set(extra) == {"pytest", "pytest-xdist", "pytest-rerunfailures", "hypothesis", "statsmodels"}
 
 
 @pytest.mark.parametrize("name", ["core", "awq", "vllm", "verl"])

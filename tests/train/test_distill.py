@@ -16,7 +16,7 @@ from qrl.recipe import Train
 from qrl.train import Job, distill
 from tests.train import pair
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pair.flaky]
 
 SMALL = Train(
     teacher="qrl-tiny",
@@ -64,7 +64,7 @@ def started(folder: Path, base: Path, settings: Train, *others: Path) -> subproc
 def together(folder: Path, base: Path, settings: Train) -> list[dict]:
     """Return what each of two processes told at its end, by rank."""
     done = started(folder, base, settings)
-    assert done.returncode == 0, done.stderr[-3000:]
+    pair.check(done)
     told = dict(line.split(" told ") for line in done.stdout.splitlines() if " told " in line)
     return [json.loads(told[f"rank {rank}"]) for rank in (0, 1)]
 

@@ -20,7 +20,7 @@ from qrl.train import parallel
 from tests.train import pair
 
 pytest.importorskip("compressed_tensors")
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pair.flaky]
 
 FORMATS = ("int4", "nvfp4-a4", "fp8")
 
@@ -208,7 +208,8 @@ sys.stdout.write(f"rank {rank} agrees\\n")
 @pytest.mark.parametrize(("name", "dtype"), [*((name, "fp32") for name in FORMATS), ("nvfp4-a4", "bf16")])
 def test_shards_compute_what_whole_weights_do(name, dtype, tmp_path):
     done = pair.run(tmp_path, COMPARED, name, dtype, "cuda" if torch.cuda.device_count() > 1 else "cpu")
-    assert done.returncode == 0 and done.stdout.count("agrees") == 2, done.stderr[-3000:]
+    pair.check(done)
+    assert done.stdout.count("agrees") == 2
 
 
 TRAINED = """
@@ -281,7 +282,7 @@ def trained(folder: Path, base: Path, **changes) -> list[dict]:
     folder.mkdir(exist_ok=True)
     settings = SMALL.model_copy(update=changes)
     done = pair.run(folder, TRAINED, base, folder / "work", folder / "model", settings.model_dump_json())
-    assert done.returncode == 0, done.stderr[-3000:]
+    pair.check(done)
     told = dict(line.split(" told ") for line in done.stdout.splitlines() if " told " in line)
     return [json.loads(told[f"rank {rank}"]) for rank in (0, 1)]
 
