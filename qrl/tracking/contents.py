@@ -37,7 +37,7 @@ def active_id() -> str:
 def log_params(params: Mapping[str, object]) -> None:
     """Log params of the active run under keys that it does not hold yet: MLflow refuses `1e-6` after `1e-06`."""
     known = mlflow.get_run(active_id()).data.params
-    mlflow.log_params({key: value for key, value in params.items() if key not in known})
+    insist(lambda: mlflow.log_params({key: value for key, value in params.items() if key not in known}))
 
 
 def live_log() -> Callable[[Mapping[str, float], int], None]:
@@ -45,7 +45,8 @@ def live_log() -> Callable[[Mapping[str, float], int], None]:
     run_id = active_id()
 
     def log(metrics: Mapping[str, float], step: int) -> None:
-        mlflow.log_metrics({key: float(value) for key, value in metrics.items()}, step=step, run_id=run_id)
+        floats = {key: float(value) for key, value in metrics.items()}
+        insist(lambda: mlflow.log_metrics(floats, step=step, run_id=run_id))
 
     return log
 
@@ -60,7 +61,8 @@ def log_scores(metrics: Mapping[str, float], *, model_uri: str | None = None, da
     """
     model_id = models.id_of(model_uri) if model_uri else None
     if model_id:
-        mlflow.MlflowClient().log_inputs(active_id(), models=[LoggedModelInput(model_id=model_id)])
+        scored = [LoggedModelInput(model_id=model_id)]
+        insist(lambda: mlflow.MlflowClient().log_inputs(active_id(), models=scored))
     floats = {key: float(value) for key, value in metrics.items()}
     insist(lambda: mlflow.log_metrics(floats, model_id=model_id, dataset=dataset))
 
@@ -99,7 +101,7 @@ def log_files(paths: Sequence[str]) -> None:
 
 def tag(key: str, text: str) -> None:
     """Set a tag of the active run."""
-    mlflow.set_tag(key, text[:MAX_TAG])
+    insist(lambda: mlflow.set_tag(key, text[:MAX_TAG]))
 
 
 def tag_run(run_id: str, tags: Mapping[str, str]) -> None:

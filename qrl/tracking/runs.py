@@ -104,7 +104,7 @@ def child(
     """Yield a run nested in the active one, for a cell; an error ends it as FAILED and is raised again."""
     run = _start(run_name, tags or {})
     with _ended(run):
-        mlflow.log_params(dict(params or {}))
+        contents.insist(lambda: mlflow.log_params(dict(params or {})))
         yield run
 
 

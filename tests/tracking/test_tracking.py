@@ -251,12 +251,21 @@ def test_a_dataset_that_another_process_inserts_at_the_same_moment_is_logged(sto
     assert inserted == [logged.dataset.name]
 
 
-@pytest.mark.parametrize("write", ["INSERT INTO metrics", "UPDATE runs SET status"])  # a step's last two
-def test_a_store_that_others_keep_locked_longer_than_mlflow_waits_gets_the_end_of_a_step(store, write):
-    held = []
+LATE = {  # what a step writes: the statement that finds the store locked, what the run holds then, and who writes it
+    "params": ("INSERT INTO params", "device", lambda: contents.log_params({"device": "cpu"})),
+    "a live metric": ("INSERT INTO metrics", "train/loss", lambda: contents.live_log()({"train/loss": 1.0}, 1)),
+    "a tag": ("INSERT INTO tags", names.TAG_REASON, lambda: contents.tag(names.TAG_REASON, "seen")),
+    "its seconds": ("INSERT INTO metrics", names.SECONDS, lambda: None),
+    "its end": ("UPDATE runs SET status", names.SECONDS, lambda: None),
+}
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_a_store_that_others_keep_locked_longer_than_mlflow_waits_gets_what_a_step_writes(store, late):
+    held, (locked, key, write) = [], LATE[late]
 
     def lock_first(_connection, _cursor, statement, parameters, *_):
-        if statement.startswith(write) and not held:
+        if statement.startswith(locked) and not held:
             other = sqlite3.connect(store.removeprefix("sqlite:///"), check_same_thread=False)
             other.execute("BEGIN IMMEDIATE")
             held.append(other)
@@ -265,9 +274,11 @@ def test_a_store_that_others_keep_locked_longer_than_mlflow_waits_gets_the_end_o
 
     with runs.step("serve") as run:
         sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", lock_first, retval=True)
+        write()
     sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", lock_first)
     ended = mlflow.get_run(run.info.run_id)
-    assert held and ended.info.status == "FINISHED" and names.SECONDS in ended.data.metrics
+    assert held and ended.info.status == "FINISHED"
+    assert key in {**ended.data.params, **ended.data.metrics, **ended.data.tags}
 
 
 def test_a_run_that_no_step_joined_still_gets_the_reason(store, monkeypatch):
