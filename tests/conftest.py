@@ -35,7 +35,7 @@ for name in ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_TRACKING_URI"):
 
 
 class _Failures:
-    """Prints a failure as soon as it happens: a run that is cut short never prints its summary, and none has reruns."""
+    """Prints a failure, or why a test runs again, at once: a run that is cut short never prints its summary."""
 
     def __init__(self, terminal) -> None:
         self.terminal = terminal

@@ -136,7 +136,7 @@ def note(tags: Mapping[str, str], metrics: Mapping[str, float], *, step: int) ->
 
 def describe(markdown: str) -> None:
     """Set the description that the UI shows above the active run."""
-    mlflow.set_tag("mlflow.note.content", markdown)
+    insist(lambda: mlflow.set_tag("mlflow.note.content", markdown))
 
 
 def run(run_id: str, expected: str = "a run that `mlflow ui` shows") -> Run:

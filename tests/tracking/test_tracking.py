@@ -251,10 +251,17 @@ def test_a_dataset_that_another_process_inserts_at_the_same_moment_is_logged(sto
     assert inserted == [logged.dataset.name]
 
 
+def score_a_model() -> None:
+    model = mlflow.MlflowClient().create_logged_model("0")
+    contents.log_scores({"accuracy": 0.5}, model_uri=f"models:/{model.model_id}")
+
+
 LATE = {  # what a step writes: the statement that finds the store locked, what the run holds then, and who writes it
     "params": ("INSERT INTO params", "device", lambda: contents.log_params({"device": "cpu"})),
     "a live metric": ("INSERT INTO metrics", "train/loss", lambda: contents.live_log()({"train/loss": 1.0}, 1)),
     "a tag": ("INSERT INTO tags", names.TAG_REASON, lambda: contents.tag(names.TAG_REASON, "seen")),
+    "a description": ("INSERT INTO tags", "mlflow.note.content", lambda: contents.describe("A step.")),
+    "a scored model": ("INSERT INTO inputs", "accuracy", score_a_model),
     "its seconds": ("INSERT INTO metrics", names.SECONDS, lambda: None),
     "its end": ("UPDATE runs SET status", names.SECONDS, lambda: None),
 }

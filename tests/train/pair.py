@@ -18,7 +18,7 @@ import os as _os, sys as _sys
 _sys.stdout.flush()
 _os._exit(0)
 """
-# CI saw a process abort in mid-training too, once: such a test runs a second time, and conftest.py prints the first.
+# CI saw a process abort in mid-training too, once, for an unknown reason: such a test runs again, and conftest.py prints the failure.
 flaky = pytest.mark.flaky(reruns=1, only_rerun="SIGABRT")
 
 
@@ -38,7 +38,7 @@ def run(folder: Path, source: str, *words: object) -> subprocess.CompletedProces
 
 
 def check(done: subprocess.CompletedProcess) -> None:
-    """Fail with what the processes wrote, from an abort on if one aborted, unless they ended well."""
+    """Fail unless the processes ended well, and show what they wrote: from the abort on, if one aborted."""
     if done.returncode:
         said = done.stderr.partition("torch/distributed/elastic/multiprocessing/api.py")[0]  # torchrun's follows
         abort = re.search("terminate called|Fatal Python error", said)
