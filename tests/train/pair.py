@@ -18,7 +18,8 @@ import os as _os, sys as _sys
 _sys.stdout.flush()
 _os._exit(0)
 """
-# CI saw a process abort in mid-training too, once, for an unknown reason: such a test runs again, and conftest.py prints the failure.
+# CI saw a process abort in mid-training too, once, for an unknown reason: such a test runs again. conftest.py prints
+# the first failure.
 flaky = pytest.mark.flaky(reruns=1, only_rerun="SIGABRT")
 
 
