@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "answer"))
 
 import contrasts
 import correlations
+import export
 import page
 import report
 import run
@@ -24,7 +25,9 @@ import tables
 import why
 from findings import Findings
 
+from qrl import recipe as recipes
 from qrl.errors import BadInput
+from qrl.study import arms
 
 ROOT = Path(__file__).parents[2]
 SIZES, SEEDS, N = ("m3", "m25"), (0, 1, 2, 3), 400
@@ -117,7 +120,8 @@ def test_methods_are_compared_with_the_grpo_of_their_own_runs(frame):
     own.loc[grpo, "correct"] = 0
     qlora = own[grpo].assign(variant="qlora", scheme="full", correct=1)
     text = document(frame, None, pd.concat([own, qlora]))
-    assert "| qlora:full | grpo:gptq | m3 | +1.000" in text and "| sft | gptq | +0.050" in text
+    assert "| qlora:full | m3 | +1.000" in text and "| sft | gptq | +0.050" in text
+    assert "| accuracy of | sizes | minus grpo:gptq |" in text
 
 
 def test_what_moved_is_averaged_over_matrices_by_their_weights(frame):
@@ -254,6 +258,23 @@ def test_a_measure_that_orders_the_losses_has_a_correlation_of_one(frame):
     assert not correlations.correlations(correlations.points(frame, weights), most=0.02)  # all lose the same
 
 
+def test_the_runs_of_a_store_are_exported_without_what_names_the_machine(tmp_path):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(store := f"sqlite:///{tmp_path}/store.db")
+    run_id = client.create_run("0", tags={"qrl.step": "train", "mlflow.user": "ada", "qrl.pid": "host:1:2"}).info.run_id
+    client.log_param(run_id, "model", f"{tmp_path}/models/m3")
+    client.log_metric(run_id, "train/reward", 0.5)
+    client.set_terminated(run_id)
+    rows = export.runs(store)
+    held = {(row.kind, row.key): row.value for row in rows.itertuples()}
+    assert held["param", "model"] == "WORK/models/m3" and held["metric", "train/reward"] == "0.5"
+    assert held["attribute", "status"] == "FINISHED" and held["tag", "qrl.step"] == "train"
+    assert not {"mlflow.user", "qrl.pid"} & set(rows["key"])
+    tables.write(tmp_path / "export", runs=rows)
+    assert len(tables.measures([tmp_path / "export"] * 2, "runs")) == len(rows)
+
+
 def test_the_words_of_the_page_follow_from_the_answers(frame):
     sizes = [frame[frame["size"] == "m3"].assign(size=size) for size in contrasts.PARAMETERS]
     text = page.write(findings(pd.concat(sizes))).replace("\n", " ")
@@ -273,7 +294,18 @@ def test_the_words_of_the_page_follow_from_the_answers(frame):
     text = page.write(found).replace("\n", " ")
     assert "**RL changes what quantization costs by less than 0.02**" in text
     assert "none of 2 schemes is shown to cost GRPO more or less" in text
+    assert page.title(found).startswith(
+        "RL changes what quantization costs by less than 0.02 (gptq, four bits)\nBeside SFT"
+    )
     assert page.about_training(found).startswith("Beside SFT, none of 2 schemes")
+
+
+def test_a_control_as_accurate_as_grpo_is_told_apart_from_others(frame):
+    """At m3 the control is less accurate than GRPO, at m25 as accurate; there, its loss under gptq is that of GRPO."""
+    control = frame[frame["variant"] == np.where(frame["size"] == "m3", "sft", "grpo")]
+    text = page.write(findings(pd.concat([frame, control.assign(variant="pretrained")]))).replace("\n", " ")
+    assert "differs from GRPO's by −0.200" in text and "and 0.000 [" in text
+    assert "At m25, where that is less than 0.02, the largest of 2 is that of" in text and "At m3, where" not in text
 
 
 def test_the_page_tells_widths_and_what_moved(frame):
@@ -286,9 +318,7 @@ def test_the_page_tells_widths_and_what_moved(frame):
     text = page.write(findings(rows), why).replace("\n", " ")
     assert "(Holm over the widths of a size): 4 bits at m3 and m25, 3 bits at m3 and m25 and 2 bits" in text
     assert "at m3 it is none before GRPO and 4 bits after" in text and "m3 base in 4 bits" in text
-    assert (
-        "GRPO moves 25 % (SFT: 50 %) of the weights" in text and "has a squared error of 1 %, before and after" in text
-    )
+    assert "GRPO moves 25 % (SFT: 50 %) of the weights" in text and "squared error is 1 % before and after GRPO" in text
     assert "In fp32" not in text and "nan" not in text and "times" not in text
 
 
@@ -325,7 +355,7 @@ def test_a_cell_that_two_exports_hold_comes_whole_from_the_last(frame, tmp_path)
 
 def test_no_more_trainings_than_asked_run_at_once(tmp_path, monkeypatch):
     work, running, most = run.Work(tmp_path, [], [], fp8=False, trainings=2), [], []
-    monkeypatch.setattr(run.export, "trained", lambda *_: "models:/m")
+    monkeypatch.setattr(run.export, "trained", lambda *_, **__: "models:/m")
 
     def qrl(name: str, *_words: str) -> bool:
         running.append(name)
@@ -342,7 +372,7 @@ def test_no_more_trainings_than_asked_run_at_once(tmp_path, monkeypatch):
 
 def test_what_arms_begin_with_is_trained_once_and_failures_are_not_lost(tmp_path, monkeypatch):
     work, done = run.Work(tmp_path, [], ["sft", "qat-int4"], fp8=False), []
-    monkeypatch.setattr(run.export, "trained", lambda *_: "models:/m")
+    monkeypatch.setattr(run.export, "trained", lambda *_, **__: "models:/m")
     monkeypatch.setattr(run.export, "quantized", lambda *_: {})
 
     def qrl(name, *_words, **_more):
@@ -354,6 +384,9 @@ def test_what_arms_begin_with_is_trained_once_and_failures_are_not_lost(tmp_path
     work.unit("m3", run.SIZES["m3"], 0, [""])
     assert done.index("train-grpo-m3-0") < done.index("arm-qat-int4-m3-0") < done.index("sweep-m3-0")
     assert not any(name.startswith(("diagnose", "evaluate")) for name in done), "nothing was stored"
+    assert recipes.load(str(tmp_path / "m3.yaml"), {}).train.learning_rate == run.SIZES["m3"].learning_rate
+    (first, arm) = arms.load(str(tmp_path / "m3.yaml"), ("tiny-qlora",), {}, 0)
+    assert arm.recipe.train.learning_rate == 1e-3 and arm.recipe.train.micro_batch == first.recipe.train.micro_batch
     monkeypatch.setattr(work, "quantize", lambda *_: {"sft:nf4": "models:/n"})
     monkeypatch.setattr(work, "qrl", lambda name, *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -19,7 +19,7 @@ def excess_by_scheme(found: Findings, title: str, out: Path) -> None:
     """Draw, for every scheme, how much more it costs grpo than the base and both controls."""
     by_other = {other: found.excesses[other] for other in (BASE, *CONTROLS)}
     schemes = [scheme for scheme in found.answers.schemes() if any(scheme in held for held in by_other.values())]
-    figure, axis = plt.subplots(figsize=(7, 1.2 + 0.32 * len(schemes)))
+    figure, axis = plt.subplots(figsize=(8, 1.4 + 0.3 * len(schemes)))
     for shift, (other, excesses) in zip((-0.22, 0.0, 0.22), by_other.items(), strict=True):
         places = [place + shift for place, scheme in enumerate(schemes) if scheme in excesses]
         held = [excesses[scheme].value for scheme in schemes if scheme in excesses]
@@ -30,10 +30,11 @@ def excess_by_scheme(found: Findings, title: str, out: Path) -> None:
     axis.axvline(0, color="grey", lw=0.5)
     axis.set_yticks(range(len(schemes)), schemes)
     axis.invert_yaxis()
-    label = "accuracy that quantization costs grpo, minus what it costs another (mean over sizes, 95 % intervals)"
-    axis.set_xlabel(label, fontsize=8)
+    answers = found.answers
+    over = f"{len(answers.sizes)} sizes, {answers.runs} seeds, {answers.evidence.n:,} questions, 95 % intervals"
+    axis.set_xlabel(f"accuracy that quantization costs grpo, minus what it costs another\n({over})", fontsize=8)
     axis.set_title(title, fontsize=9)
-    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    axis.legend(fontsize=8)
     _saved(figure, out)
 
 

@@ -5,6 +5,7 @@ python tests/benchmarks/answer/export.py sqlite:///WORK/store.db WORK/weights OU
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -18,6 +19,7 @@ from qrl.tracking import reuse
 
 KEPT = ["question", "correct", "parsed", "n_tokens", "finish_reason"]
 FINISHED = "attributes.status = 'FINISHED'"
+TAGS = ("mlflow.runName", "mlflow.parentRunId", "mlflow.source.git.commit")  # beside qrl's; others name the machine
 
 
 def with_checkout() -> str:
@@ -29,19 +31,44 @@ def cells(store: str) -> dict[tuple[str, int, str, str], object]:
     """Return the newest evaluation of each cell that ended well, by folder of the base model, seed, variant, scheme."""
     from mlflow import MlflowClient
 
-    client, found, token = MlflowClient(store), {}, None
+    client, found = MlflowClient(store), {}
+    for run in _runs(store, f"{FINISHED} and tags.`{names.TAG_SCHEME}` != '' and tags.`{names.TAG_STEP}` = 'evaluate'"):
+        parent = client.get_run(run.data.tags["mlflow.parentRunId"]).data.params
+        key = (parent["model"], int(parent["seed"]), run.data.params["variant"], run.data.params["scheme"])
+        found[key] = run
+    return found
+
+
+def _runs(store: str, query: str = "") -> Iterator:
+    """Yield the runs of a store, the oldest first."""
+    from mlflow import MlflowClient
+
+    client, token = MlflowClient(store), None
     while True:
-        page = client.search_runs(
-            ["0"], f"{FINISHED} and tags.`{names.TAG_SCHEME}` != '' and tags.`{names.TAG_STEP}` = 'evaluate'",
-            max_results=1000, order_by=["attributes.start_time"], page_token=token,
-        )  # fmt: skip
-        for run in page:
-            parent = client.get_run(run.data.tags["mlflow.parentRunId"]).data.params
-            key = (parent["model"], int(parent["seed"]), run.data.params["variant"], run.data.params["scheme"])
-            found[key] = run
+        page = client.search_runs(["0"], query, max_results=1000, order_by=["attributes.start_time"], page_token=token)
+        yield from page
         token = page.token
         if not token:
-            return found
+            return
+
+
+def runs(store: str) -> pd.DataFrame:
+    """Return what a store holds of its runs: run, kind, key, value; metrics as they were last logged."""
+    work, checkout, rows = Path(store.removeprefix("sqlite:///")).parent, Path(__file__).parents[3], []
+    for run in _runs(store):
+        seconds = "" if run.info.end_time is None else (run.info.end_time - run.info.start_time) / 1000
+        tags = run.data.tags.items()
+        kinds = {
+            "attribute": {"status": run.info.status, "start_time_ms": run.info.start_time, "seconds": seconds},
+            "param": run.data.params,
+            "tag": {k: v for k, v in tags if k in TAGS or (k.startswith("qrl.") and k != names.TAG_PID)},
+            "metric": run.data.metrics,
+        }
+        for kind, held in kinds.items():
+            for key, value in held.items():
+                said = str(value).replace(str(work), "WORK").replace(str(checkout), ".")
+                rows.append((run.info.run_id, kind, key, said))
+    return pd.DataFrame(rows, columns=["run", "kind", "key", "value"])
 
 
 def address(store: str, run) -> str:
@@ -67,11 +94,10 @@ def quantized(store: str, base: str, seed: int | None) -> dict[tuple[str, str], 
     return found
 
 
-def trained(store: str, base: str, seed: int, variant: str, rollouts: str) -> str:
-    """Return the address of the model that the newest training of a variant made, by what its rollouts hold."""
+def trained(store: str, variant: str, **asked: str | int) -> str:
+    """Return the address of the model that the newest training of a variant with these parameters made."""
     from mlflow import MlflowClient
 
-    asked = {"model": base, "seed": seed, "rollout.quantization": rollouts}
     words = [FINISHED, f"tags.`{names.TAG_STEP}` = 'train'", f"tags.`{names.TAG_VARIANT}` = '{variant}'"]
     query = " and ".join([*words, *(f"params.`{key}` = '{value}'" for key, value in asked.items())])
     return address(store, MlflowClient(store).search_runs(["0"], query)[0])
@@ -110,6 +136,7 @@ def write(store: str, weights: Path, out: Path) -> None:
         tables.write(out, pd.concat(frames, ignore_index=True), cells=pd.DataFrame(whole))
     if measured:
         tables.write(out, weights=pd.concat(measured, ignore_index=True))
+    tables.write(out, runs=runs(store))
 
 
 if __name__ == "__main__":

@@ -33,8 +33,11 @@ PLANNED = (  # schemes of the families that are corrected together
 )
 CONTROL_TESTS = tuple(itertools.product(CONTROLS, PLANNED))
 CLIFF_LOSS = 0.05
-METHODS = ("qlora:full", "qat-int4:rtn-int4", "qad-int4:rtn-int4", "distilled:full", "grpo-fp8:gptq")
-BESIDE = (PRIMARY, "rtn-int4")  # cells of grpo
+OF_GRPO = (PRIMARY, "rtn-int4")  # its cells in question 5
+METHODS = (
+    *("qlora:full", "qat-int4:rtn-int4", "qad-int4:rtn-int4"),  # what they train is stored in four bits as it is
+    *(f"{variant}:{scheme}" for variant in ("distilled", "grpo-fp8") for scheme in OF_GRPO),  # quantized afterwards
+)
 NEAR = 0.02  # a loss near full precision
 
 
@@ -143,7 +146,7 @@ class Findings:
     def methods(self) -> list[Compared]:
         """Question 5."""
         found = []
-        for method, scheme in itertools.product(METHODS, BESIDE):
+        for method, scheme in itertools.product(METHODS, OF_GRPO):
             variant, _, own = method.partition(":")
             sizes = [size for size in self.compared.sizes if (size, variant, own) in self.compared.cells]
             each = 1 / max(1, len(sizes))

@@ -17,12 +17,13 @@ from contrasts import (
     SEEDS,
     SFT,
     Answers,
+    Excess,
     answer,
     excess,
     relative_excess,
 )
 from correlations import HEAD, Correlation, body
-from findings import CLIFF_LOSS, CONTROL_TESTS, METHODS, NEAR, PLANNED, Findings, Tested
+from findings import CLIFF_LOSS, CONTROL_TESTS, METHODS, NEAR, OF_GRPO, PLANNED, Findings, Tested
 
 from qrl import stats
 from qrl.stats import Estimate
@@ -55,7 +56,7 @@ def write(found: Findings, why: pd.DataFrame | None = None) -> str:
         f"**How many bits?** {about_bits(found)}. {_cliff(found)}",
         "![Accuracy lost to quantization, by bits](bits.png)",
         *_shares(found),
-        f"**Size.** {_so_far(found)}{_growth(found)}",
+        *_growth(found),
         *(["**Methods in four bits** (exploratory):", methods(found)] if found.methods else []),
         *_correlations(found.correlations, found.near),
         *([f"**What moved** (exploratory). {' '.join(moved)}"] if moved else []),
@@ -74,19 +75,28 @@ def _headline(answers: Answers) -> str:
     value = answers.contrast(excess(answers.sizes, PRIMARY, BASE))
     if value is None:
         return f"**No answer yet**: no size has the cells of base and grpo under `{PRIMARY}`."
-    verb, said = "has" if len(answers.missing) == 1 else "have", ""
-    if answers.missing:
-        said = f"No answer yet, since {_and(answers.missing)} {verb} not been run under all seeds"
-    elif answers.runs < SEEDS:
-        said = f"No answer yet, with {answers.runs} of {SEEDS} seeds"
     sizes = _and(f"{size} ({PARAMETERS[size] / 1e6:.3g} M parameters)" for size in answers.sizes)
-    runs, over = (f"{answers.runs} seeds, ", "seeds and ") if answers.runs > 1 else ("one seed, ", "")
+    runs, over = (f"{answers.runs} seeds", "seeds and ") if answers.runs > 1 else ("one seed", "")
+    counted = f"{runs}, {answers.evidence.n:,} questions"
     return (
-        f"**{said or answer(value)}**: the accuracy that `{PRIMARY}` costs in four bits differs by {interval(value)} "
-        f"after GRPO, in the mean over {sizes}; {runs}{answers.evidence.n:,} questions, 95 % intervals over "
-        f"{over}questions. The models are small, were made here, one base per size, and solve one kind of word "
-        "problem: nothing follows for other bases, large pretrained models, long reasoning or other text."
+        f"**{_answered(answers, value)}**: the accuracy that `{PRIMARY}` costs in four bits differs by "
+        f"{interval(value)} after GRPO, in the mean over {sizes}; {counted}, 95 % intervals over {over}questions. "
+        "The models are small, were made here, one base per size, and solve one kind of word problem: nothing follows "
+        "for other bases, large pretrained models, long reasoning or other text."
     )
+
+
+def _answered(answers: Answers, value: Estimate) -> str:
+    if answers.missing:
+        verb = "has" if len(answers.missing) == 1 else "have"
+        return f"No answer yet, since {_and(answers.missing)} {verb} not been run under all seeds"
+    return answer(value) if answers.runs >= SEEDS else f"No answer yet, with {answers.runs} of {SEEDS} seeds"
+
+
+def title(found: Findings) -> str:
+    """Say what questions 1 and 2 found, over the figure of all schemes."""
+    value = found.answers.contrast(excess(found.answers.sizes, PRIMARY, BASE))
+    return f"{_answered(found.answers, value)} ({PRIMARY}, four bits)\n{about_training(found)}"
 
 
 def _so_far(found: Findings) -> str:
@@ -119,21 +129,34 @@ def _controls(found: Findings) -> str:
 
 def _reach(found: Findings, control: str) -> str:
     """Say how far the excesses over a control reach, and how accurate the control is."""
-    held = found.excesses[control]
+    held, sizes = found.excesses[control], found.answers.sizes
     if control == SFT:
         mean = max(_bound(each.value) for each in held.values())
         single = max(_bound(value) for each in held.values() for value in each.by_size.values())
         return f"All intervals lie within ±{mean:.3f}, those of single sizes within ±{single:.3f} (exploratory)."
-    scheme = max(held, key=lambda scheme: abs(held[scheme].value.estimate))
+    scheme = _largest({scheme: each.value for scheme, each in held.items()})
     by_size = _and(f"{interval(value)} at {size}" for size, value in held[scheme].by_size.items())
-    full = [
-        found.answers.contrast({(size, control, FULL): 1.0, (size, GRPO, FULL): -1.0}) for size in found.answers.sizes
-    ]
+    more = {size: found.answers.contrast({(size, control, FULL): 1.0, (size, GRPO, FULL): -1.0}) for size in sizes}
+    full = _and(interval(value) for value in more.values() if value)
     return (
         f"The largest difference is that of `{scheme}`, {interval(held[scheme].value)}: {by_size}. This control is one "
-        f"model per size, and at full precision its accuracy differs from GRPO's by "
-        f"{_and(interval(value) for value in full if value)}, so differences may come from that or from the model."
+        f"model per size, and at full precision its accuracy differs from GRPO's by {full}, so differences may come "
+        f"from that or from the model.{_equal(held, [size for size, each in more.items() if each and _within(each)])}"
     )
+
+
+def _equal(held: Mapping[str, Excess], sizes: Sequence[str]) -> str:
+    """Return the largest excess at sizes where a control is as accurate as GRPO."""
+    said = ""
+    for size in sizes:
+        values = {scheme: each.by_size[size] for scheme, each in held.items() if size in each.by_size}
+        if values:
+            scheme = _largest(values)
+            said += (
+                f" At {size}, where that is less than {MARGIN}, the largest of {len(values)} is that of `{scheme}`, "
+                f"{interval(values[scheme])} (exploratory)."
+            )
+    return said
 
 
 def about_bits(found: Findings) -> str:
@@ -197,30 +220,33 @@ def _shares(found: Findings) -> list[str]:
     ]
 
 
-def _growth(found: Findings) -> str:
+def _growth(found: Findings) -> list[str]:
     """Answer question 4."""
-    sizes, tests = found.answers.sizes, found.growth
+    sizes, tests, title = found.answers.sizes, found.growth, f"**Size.** {_so_far(found)}"
     if len(sizes) < 2:
-        return "One size has no trend."
+        return [f"{title}One size has no trend."]
     if not tests:
-        return "No scheme was evaluated at every size."
+        return [f"{title}No scheme was evaluated at every size."]
     if not (shown := _significant(tests)):
-        return f"No trend of GRPO's loss is shown under any of {len(tests)} schemes."
-    base = found.slopes(BASE)
-    listed = _and(f"{interval(tests[q].value)} under `{q}` (the base's: {interval(base[q])})" for q in shown)
-    rest = " Under the other schemes no trend is shown." if len(shown) < len(tests) else ""
-    least, most = (f"{PARAMETERS[size] / 1e6:.3g}" for size in (sizes[0], sizes[-1]))
-    return (
-        f"Per tenfold increase in parameters, GRPO's loss changes by {listed}.{rest} This is a straight line from "
-        f"{least} M to {most} M parameters, whose interval leaves out how far sizes lie from it; with one base per "
-        "size, size cannot be told from the base."
-    )
+        return [f"{title}No trend of GRPO's loss is shown under any of {len(tests)} schemes."]
+    base, most = found.slopes(BASE), _largest({scheme: tests[scheme].value for scheme in shown})
+    least, largest = (f"{PARAMETERS[size] / 1e6:.3g}" for size in (sizes[0], sizes[-1]))
+    return [
+        f"{title}Under {len(shown)} of {len(tests)} schemes ({_code(shown)}) GRPO's loss is shown to change with size "
+        f"(Holm, {100 * ALPHA:.0f} %), most under `{most}`: {interval(tests[most].value)} per tenfold increase in "
+        f"parameters (the base's: {interval(base[most])}). This is a straight line from {least} M to {largest} M "
+        "parameters, whose interval leaves out how far sizes lie from it; with one base per size, size cannot be told "
+        "from the base."
+    ]
 
 
 def methods(found: Findings) -> str:
     """Return question 5 as a table; nothing if it was not evaluated."""
-    rows = [[each.method, each.other, ", ".join(each.sizes), interval(each.value)] for each in found.methods]
-    return "\n".join(table(("method", "minus grpo's cell", "sizes", "accuracy"), rows)) if rows else ""
+    rows: dict[str, list[str]] = {}
+    for each in found.methods:
+        rows.setdefault(each.method, [each.method, ", ".join(each.sizes)]).append(interval(each.value))
+    head = ("accuracy of", "sizes", *(f"minus grpo:{scheme}" for scheme in OF_GRPO))
+    return "\n".join(table(head, list(rows.values()))) if rows else ""
 
 
 def _correlations(found: Sequence[Correlation], near: Sequence[Correlation]) -> list[str]:
@@ -249,9 +275,8 @@ def _moved(why: pd.DataFrame) -> str:
         "moved": f"As bf16 stores them, GRPO moves {both('moved', 100, ' %')} of the weights (means, by size).",
         "moved_fp32": f"In fp32 it moves {both('moved_fp32', 100, ' %')}.",
         "again_lift": f"Two seeds move the same weights {both('again_lift')} times as often as chance would.",
-        "principal": f"Principal weights move {both('principal')} times as often as all weights",
-        "principal_by_size": f"and {both('principal_by_size')} times as often as weights of their own size, whose bf16 "
-        "steps are as coarse.",
+        "principal": f"Principal weights move {both('principal')} times as often as all,",
+        "principal_by_size": f"{both('principal_by_size')} times as often as others of their own size.",
     }
     return " ".join(text for key, text in texts.items() if _range(rows[GRPO], key))
 
@@ -261,13 +286,8 @@ def _mxfp4(why: pd.DataFrame) -> str:
     before, after = (_range(rows, "mx_error", 100) for rows in (base, grpo))
     if not after:
         return ""
-    both = f"{after} %, before and after GRPO" if before == after else f"{before} % before GRPO and {after} % after"
-    scale, grid, dead = (_range(grpo, key, 100) for key in ("mx_scale", "mx_grid", "mx_dead"))
-    return (
-        f"MXFP4, under which no model was evaluated, has a squared error of {both}, of the weights' squares. It has "
-        f"three parts, which partly cancel: scales that are powers of two {scale} %, rounding to the grid {grid} %, "
-        f"weights rounded to 0 {dead} %."
-    )
+    both = f"{after} % before and after GRPO" if before == after else f"{before} % before GRPO and {after} % after"
+    return f"MXFP4's squared error is {both}, of the weights' squares; the tables have its parts."
 
 
 def _left_out(found: Findings) -> str:
@@ -284,6 +304,14 @@ def _left_out(found: Findings) -> str:
 
 def _accuracy(answers: Answers, size: str, variant: str, scheme: str) -> float:
     return answers.contrast({(size, variant, scheme): 1.0}).estimate
+
+
+def _largest(values: Mapping[str, Estimate]) -> str:
+    return max(values, key=lambda scheme: abs(values[scheme].estimate))
+
+
+def _within(value: Estimate) -> bool:
+    return _bound(value) < MARGIN
 
 
 def _bound(value: Estimate) -> float:

@@ -247,7 +247,7 @@ def main() -> None:
     (given.out / "page.md").write_text(said := page.write(found, why), encoding="utf-8")
     (given.out / "tables.md").write_text(document(found, why, cells), encoding="utf-8")
     if answers.sizes:
-        drawn.excess_by_scheme(found, page.about_training(found), given.out / "excess.png")
+        drawn.excess_by_scheme(found, page.title(found), given.out / "excess.png")
         drawn.loss_by_bits(found, page.about_bits(found), given.out / "bits.png")
     print(said)
 

@@ -62,7 +62,8 @@ TRAINED = {names.GRPO: (names.GRPO, "none"), names.SFT: (names.SFT, "none"), FP8
 # Variant → its tag in the store, what its rollouts are quantized to.
 PACKED = {"fp8": "packed", "nvfp4": "packed", "int8": "int8"}
 # Scheme that rounds activations, so that it is not answered unpacked → which evaluation answers it; int8 is slow.
-ARMS = ("sft", "tiny-qlora", "qat-int4", "qad-int4")
+QAD, DISTILLED = "qad-int4", "distilled"  # an arm, and its control, which is quantized afterwards
+ARMS = ("sft", "tiny-qlora", "qat-int4", QAD)
 THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}  # of a command: many run side by side
 CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
     "--device cpu --train.steps 2 --train.prompts_per_step 4 --train.micro_batch 32 --evaluate.n 60 "
@@ -81,12 +82,13 @@ class Work:
         arms: Sequence[str],
         *,
         fp8: bool,
+        weights: bool = True,
         check: bool = False,
         trainings: int = 16,
         engines: int = 64,
     ) -> None:
         self.folder, self.more, self.arms, self.check = folder.resolve(), list(more), arms, check
-        self.store, self.fp8 = f"sqlite:///{self.folder}/store.db", fp8
+        self.store, self.fp8, self.weights = f"sqlite:///{self.folder}/store.db", fp8, weights
         self.recipe = "tiny" if check else str(Path(__file__).with_name("sweep.yaml"))
         typed = dict(zip((word.removeprefix("--") for word in more[::2]), more[1::2], strict=True))
         self.schemes = ",".join(recipes.load(self.recipe, typed).quantize.schemes)
@@ -142,14 +144,16 @@ class Work:
 
     def unit(self, size: str, shape: Size, seed: int, slips: Sequence[str]) -> None:
         """Train and evaluate one size under one seed, and measure its weights."""
-        recipe = ["--recipe", self.recipe, "--train.learning_rate", str(shape.learning_rate)]
-        recipe += ["--train.micro_batch", str(shape.micro_batch), *self.more]
+        recipe = ["--recipe", self.recipe_of(size, shape), *self.more]
         base = str(self.folder / "models" / size)
 
         def sweep(name: str, *chosen: str) -> None:
-            self.train(names.GRPO, base, seed, recipe)  # which every sweep begins with, and two at once would not share
+            # Every sweep begins with GRPO, which two at once would not share.
+            grpo = self.train(names.GRPO, base, seed, recipe)
             words = ["--models", base, "--seeds", str(seed), "--arms", ",".join(chosen), "--yes"]
-            self.qrl(f"{name}-{size}-{seed}", "sweep", *recipe, *words)
+            if self.qrl(f"{name}-{size}-{seed}", "sweep", *recipe, *words) and chosen == (QAD,):
+                control = export.trained(self.store, DISTILLED, **{"train.teacher": grpo})
+                self.cells(DISTILLED, control, base, seed, recipe)
 
         variants = [names.GRPO, *({names.SFT} & set(self.arms))] if self.arms else []
         variants += [FP8] if self.fp8 else []
@@ -163,6 +167,14 @@ class Work:
         for job in jobs:
             job.result()  # raises what a job has raised
 
+    def recipe_of(self, size: str, shape: Size) -> str:
+        """Write the sweep's recipe for one size, whose settings hold for arms that do not change them."""
+        path = self.folder / f"{size}.yaml"
+        settings = {"learning_rate": shape.learning_rate, "micro_batch": shape.micro_batch}
+        with self.alone(size):
+            path.write_text(json.dumps({"extends": self.recipe, "train": settings}))  # which is YAML, too
+        return str(path)
+
     def untrained(self, size: str, suffix: str, seed: int, recipe: Sequence[str]) -> None:
         """Make the cells of a base, or of `pretrained`, made of text with fewer errors."""
         model = str(self.folder / "models" / (size + suffix))
@@ -173,7 +185,7 @@ class Work:
         if not (model := self.train(variant, base, seed, recipe)):
             return
         work = [partial(self.cells, variant, model, base, seed, recipe)]
-        work += [partial(self.diagnose, model, base, seed, recipe)] if variant == names.GRPO else []
+        work += [partial(self.diagnose, model, base, seed, recipe)] if variant == names.GRPO and self.weights else []
         with ThreadPoolExecutor(len(work)) as side_by_side:
             for job in [side_by_side.submit(each) for each in work]:
                 job.result()
@@ -186,7 +198,8 @@ class Work:
         name = f"train-{variant}-{Path(base).name}-{seed}"
         with self.alone(name), self.training:
             whole = self.qrl(name, "train", *recipe, *words)
-        return export.trained(self.store, base, seed, tag, rollouts) if whole else ""
+        asked = {"model": base, "seed": seed, "rollout.quantization": rollouts, "train.method": "full"}  # not QLoRA's
+        return export.trained(self.store, tag, **asked) if whole else ""
 
     def alone(self, name: str) -> FileLock:
         """Return the lock of one piece of work, for threads and for another call on the same folder."""
@@ -249,18 +262,22 @@ def main() -> None:
     parser.add_argument("--trainings", type=int, default=16, help="at once, of all lanes; m200: 3 on 80 GB")
     parser.add_argument("--engines", type=int, default=64, help="evaluations at once; m200: 8 on 80 GB")
     parser.add_argument(
-        "--arms", default=",".join(ARMS), help="of the sweep, beside GRPO in full precision; '': bases alone"
+        "--arms",
+        help=f"of the sweep, beside GRPO in full precision; '': bases alone; default: {','.join(ARMS)}, of --check sft",
     )
     parser.add_argument("--schemes", help="of base, grpo and sft, instead of sweep.yaml's")
     parser.add_argument("--without-control", action="store_true", help="leave `pretrained` out")
     parser.add_argument("--without-fp8", action="store_true", help="leave the trainings with FP8 rollouts out")
+    parser.add_argument("--without-weights", action="store_true", help="leave the measures of GRPO's weights out")
     parser.add_argument("--check", action="store_true", help="a copy of qrl-tiny as m3, and two seeds, on a CPU")
     given = parser.parse_args()
     seeds = [int(seed) for seed in (given.seeds or ("0,1" if given.check else "0,1,2,3")).split(",")]
-    arms = ARMS[:1] if given.check else list(filter(None, given.arms.split(",")))
+    asked = (names.SFT if given.check else ",".join(ARMS)) if given.arms is None else given.arms
+    arms = list(filter(None, asked.split(",")))
     more = CHECK.split() if given.check else ["--quantize.schemes", given.schemes] if given.schemes else []
     fp8 = not given.check and not given.without_fp8
-    work = Work(given.work, more, arms, fp8=fp8, check=given.check, trainings=given.trainings, engines=given.engines)
+    limits = {"trainings": given.trainings, "engines": given.engines}
+    work = Work(given.work, more, arms, fp8=fp8, weights=not given.without_weights, check=given.check, **limits)
     sizes = ["m3"] if given.check else given.sizes.split(",")
     slips = [""] if given.without_control else list(SLIPS)
     device = "cpu" if given.check else "cuda"

@@ -19,6 +19,7 @@ TABLES = {  # file → what a later export replaces of an earlier one's
     "cells": CELL,  # questions, mean n_tokens, shares truncated and (since 2026-11-26) parsed
     "weights": ["size", "seed"],
     "why": ["size"],
+    "runs": ["run"],  # MLflow's, since the evening of 2026-11-26
 }
 
 
