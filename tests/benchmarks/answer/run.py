@@ -228,7 +228,8 @@ class Work:
             if not self.qrl(name, "quantize", *recipe, *words):
                 return {}
         made = export.quantized(self.store, base, None if untrained else seed)
-        return {f"{v}:{q}": each for (v, q), each in made.items() if v == variant}
+        asked = self.schemes.split(",")
+        return {f"{v}:{q}": each for (v, q), each in made.items() if v == variant and q in asked}
 
     def cells(self, variant: str, model: str, base: str, seed: int, recipe: Sequence[str]) -> None:
         """Quantize a model, made from a base, and evaluate all of its cells."""
