@@ -23,6 +23,7 @@ NO_RESULT = (
     *("recipe/__init__.py", "recipe/base.py", "recipe/load.py", "recipe/sections.py"),  # define settings: values count
     *("recipe/documents.py", "recipe/prompts.py"),
 )
+_LEFT_OUT = tuple(name if name.endswith(".py") else f"{name}/" for name in NO_RESULT)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MODULE = re.compile(r"qrl(\.\w+)+")
 
@@ -37,28 +38,33 @@ def digests(step: str, package: Path = PACKAGE) -> dict[str, str]:
     Returns:
         Path in the package → 64 hexadecimal digits.
     """
-    contents = {file.relative_to(package).as_posix(): file for file in files(step, package)}
-    return {
-        name: _parsed(file.read_bytes())[0] if file.suffix == ".py" else sha256(file.read_bytes()).hexdigest()
-        for name, file in contents.items()
-    }
+    return {file.relative_to(package).as_posix(): _digest(file) for file in files(step, package)}
 
 
 def files(step: str, package: Path = PACKAGE) -> list[Path]:
     """Return the sources that can change a step's result, sorted."""
-    left_out = [package / name for name in NO_RESULT]
-    reached, pending = set(), [package / "steps" / f"{_SAME_FILE.get(step, step)}.py"]
+    seen, reached, pending = set(), set(), [f"steps/{_SAME_FILE.get(step, step)}"]
     while pending:
-        file = pending.pop()
-        if file in reached or not file.is_file() or any(path in (file, *file.parents) for path in left_out):
+        name = pending.pop()  # of a module, as a path in the package without its suffix
+        if name in seen:
+            continue
+        seen.add(name)
+        file = package / f"{name}.py"
+        if f"{name}.py".startswith(_LEFT_OUT) or not file.is_file():
             continue
         reached.add(file)
         for module in _parsed(file.read_bytes())[1]:
             parts = module.split(".")[1:]
-            pending += [package.joinpath(*parts[: i + 1]).with_suffix(".py") for i in range(len(parts))]
-            pending += [package.joinpath(*parts[: i + 1], "__init__.py") for i in range(len(parts))]
+            for depth in range(1, len(parts) + 1):
+                part = "/".join(parts[:depth])
+                pending += [part, f"{part}/__init__"]
     beside = (path for folder in {file.parent for file in reached} - {package} for path in folder.iterdir())
     return sorted(reached | {path for path in beside if path.is_file() and path.suffix not in (".py", ".md")})
+
+
+def _digest(file: Path) -> str:
+    content = file.read_bytes()
+    return _parsed(content)[0] if file.suffix == ".py" else sha256(content).hexdigest()
 
 
 @lru_cache(maxsize=1024)
