@@ -85,13 +85,18 @@ class Questions:
         right = [np.rint(run * samples) for run in self.cells[cell]]
         return {k: self._rate(cell, [stats.pass_at(k, run, samples) for run in right]) for k in stats.every_k(samples)}
 
-    def contrast(self, weights: Mapping[Cell, float]) -> Estimate:
-        """Return a weighted sum of cells' accuracies: paired by question, averaged over training runs."""
+    def contrast(self, weights: Mapping[Cell, float], *, vary: bool | None = None) -> Estimate:
+        """Return a weighted sum of cells' accuracies: paired by question, averaged over training runs.
+
+        Args:
+            weights: by cell.
+            vary: whether runs have weights of their own; None: unless all cells are the base's.
+        """
         signs = list(weights.values())
         stacked = [np.stack([self.cells[cell][run] for cell in weights]) for run in range(len(self.runs))]
         if len(stacked) == 1:
             return stats.contrast(stacked[0], signs, self._clusters)
-        vary = any(variant != BASE for variant, _ in weights)
+        vary = any(variant != BASE for variant, _ in weights) if vary is None else vary
         return stats.contrast_over_runs(stacked, signs, self.groups, self.runs, self.n, vary=vary)
 
     def mcnemar(self, a: Cell, b: Cell) -> float | None:

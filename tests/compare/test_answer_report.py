@@ -52,7 +52,7 @@ def test_the_primary_outcome_is_the_difference_of_two_losses_over_sizes_and_seed
     answers = contrasts.Answers(frame)
     value = answers.contrast(contrasts.excess(answers.sizes, "gptq", "base"))
     assert value.estimate == pytest.approx(0.05) and value.low > 0
-    assert contrasts.answer(value).startswith("RL makes these models quantize less cleanly")
+    assert contrasts.answer(value).startswith("In four bits (gptq) RL makes these models quantize less cleanly")
     same = answers.contrast(contrasts.excess(answers.sizes, "w8a16", "base"))
     assert same.estimate == pytest.approx(0) and "less than 0.02" in contrasts.answer(same)
     assert answers.contrast(contrasts.excess(answers.sizes, "gptq", "pretrained")) is None  # was not evaluated
@@ -258,6 +258,23 @@ def test_a_measure_that_orders_the_losses_has_a_correlation_of_one(frame):
     assert not correlations.correlations(correlations.points(frame, weights), most=0.02)  # all lose the same
 
 
+def test_a_drawn_correlation_is_that_of_the_repeated_rows():
+    from scipy.stats import spearmanr
+
+    random = np.random.default_rng(0)
+    values, often = random.integers(0, 6, (40, 2)).astype(float), random.integers(0, 3, (5, 40))
+    expected = [spearmanr(values.repeat(row, axis=0)).statistic for row in often]
+    assert correlations._spearman(values, often) == pytest.approx(expected)
+    assert np.isnan(correlations._spearman(np.c_[np.ones(5), np.arange(5)], np.ones((1, 5)))).all()
+
+
+def test_what_a_base_loses_has_no_spread_over_seeds(frame):
+    """It is one model, whose seeds differ by their questions alone."""
+    answers = contrasts.Answers(frame)
+    base, grpo = (answers.contrast(contrasts.loss("m3", variant, "gptq")) for variant in ("base", "grpo"))
+    assert base.runs is None and grpo.runs.count == len(SEEDS)
+
+
 def test_the_runs_of_a_store_are_exported_without_what_names_the_machine(tmp_path):
     from mlflow import MlflowClient
 
@@ -278,10 +295,8 @@ def test_the_runs_of_a_store_are_exported_without_what_names_the_machine(tmp_pat
 def test_the_words_of_the_page_follow_from_the_answers(frame):
     sizes = [frame[frame["size"] == "m3"].assign(size=size) for size in contrasts.PARAMETERS]
     text = page.write(findings(pd.concat(sizes))).replace("\n", " ")
-    assert (
-        "**RL makes these models quantize less cleanly**: the accuracy that `gptq` costs in four bits differs" in text
-    )
-    assert "1 of 2 schemes (`gptq`) is shown to cost GRPO more or less" in text and "so far" not in text
+    assert "**In four bits (gptq) RL makes these models quantize less cleanly**: the loss, accuracy at full" in text
+    assert "under 1 of 2 schemes (`gptq`) GRPO's loss is shown to be larger" in text and "so far" not in text
     text = page.write(findings(pd.concat(sizes[:3]))).replace("\n", " ")
     assert (
         "**No answer yet, since m200 has not been run under all seeds**" in text and "Over 3 of 4 sizes so far." in text
@@ -292,12 +307,12 @@ def test_the_words_of_the_page_follow_from_the_answers(frame):
     equal["correct"] = equal.groupby(["size", "variant", "seed", "question"])["correct"].transform("min")
     found = findings(equal)
     text = page.write(found).replace("\n", " ")
-    assert "**RL changes what quantization costs by less than 0.02**" in text
-    assert "none of 2 schemes is shown to cost GRPO more or less" in text
+    assert "**In four bits (gptq) RL changes what quantization costs by less than 0.02**" in text
+    assert "under none of 2 schemes is GRPO's loss shown to differ" in text
     assert page.title(found).startswith(
-        "RL changes what quantization costs by less than 0.02 (gptq, four bits)\nBeside SFT"
+        "In four bits (gptq) RL changes what quantization costs by less than 0.02\nCompared with SFT"
     )
-    assert page.about_training(found).startswith("Beside SFT, none of 2 schemes")
+    assert page.about_training(found).startswith("Compared with SFT, under none of 2 schemes")
 
 
 def test_a_control_as_accurate_as_grpo_is_told_apart_from_others(frame):
@@ -305,7 +320,9 @@ def test_a_control_as_accurate_as_grpo_is_told_apart_from_others(frame):
     control = frame[frame["variant"] == np.where(frame["size"] == "m3", "sft", "grpo")]
     text = page.write(findings(pd.concat([frame, control.assign(variant="pretrained")]))).replace("\n", " ")
     assert "differs from GRPO's by −0.200" in text and "and 0.000 [" in text
-    assert "At m25, where that is less than 0.02, the largest of 2 is that of" in text and "At m3, where" not in text
+    assert (
+        "Where both are as accurate, at m25 (0.900), the largest of 2 differences is" in text and "at m3 (" not in text
+    )
 
 
 def test_the_page_tells_widths_and_what_moved(frame):
@@ -316,9 +333,9 @@ def test_the_page_tells_widths_and_what_moved(frame):
     same = {"size": "m3", "seed": 0, "tensor": "a", "numel": 1, **dict.fromkeys(MX, 0.01)}
     why = pd.DataFrame([{"variant": variant, "moved": share, **same} for variant, share in shares.items()])
     text = page.write(findings(rows), why).replace("\n", " ")
-    assert "(Holm over the widths of a size): 4 bits at m3 and m25, 3 bits at m3 and m25 and 2 bits" in text
+    assert "change GPTQ's loss in 4 bits at m3 and m25, 3 bits at m3 and m25 and 2 bits" in text
     assert "at m3 it is none before GRPO and 4 bits after" in text and "m3 base in 4 bits" in text
-    assert "GRPO moves 25 % (SFT: 50 %) of the weights" in text and "squared error is 1 % before and after GRPO" in text
+    assert "GRPO moves 25 % (SFT: 50 %) of the weights" in text
     assert "In fp32" not in text and "nan" not in text and "times" not in text
 
 

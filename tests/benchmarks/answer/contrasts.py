@@ -21,7 +21,7 @@ from qrl.errors import BadInput
 from qrl.stats import LEVEL, Estimate, quantile
 
 GRPO, BASE, SFT, FULL = names.GRPO, names.BASE, names.SFT, names.FULL
-CONTROLS = (SFT, "pretrained")
+CONTROLS = (SFT, PRETRAINED := "pretrained")
 PRIMARY, MARGIN = "gptq", 0.02
 CLIFF = ("w8a16", "gptq", names.GPTQ_INT3, names.GPTQ_INT2)  # 8, 4, 3, 2 bits
 PARAMETERS = {"m3": 2.5e6, "m10": 8e6, "m25": 24e6, "m200": 200e6}
@@ -74,7 +74,8 @@ class Answers:
         """Return a weighted sum of accuracies; None if a cell was not evaluated."""
         if not weights or not set(weights) <= self.cells:
             return None
-        return self.evidence.contrast({(_label(cell), FULL): weight for cell, weight in weights.items()})
+        trained = any(variant not in (BASE, PRETRAINED) for _, variant, _ in weights)  # those are one model each
+        return self.evidence.contrast({(_label(cell), FULL): w for cell, w in weights.items()}, vary=trained)
 
     def schemes(self) -> list[str]:
         """Return the schemes of grpo, in the order of CLIFF and then by name."""
@@ -91,11 +92,11 @@ def loss(size: str, variant: str, scheme: str, weight: float = 1.0) -> Weights:
     return {(size, variant, FULL): weight, (size, variant, scheme): -weight}
 
 
-def excess(sizes: Sequence[str], scheme: str, other: str) -> Weights:
-    """Return loss(grpo) − loss(other) under a scheme, averaged over sizes."""
+def excess(sizes: Sequence[str], scheme: str, other: str, of: str = GRPO) -> Weights:
+    """Return loss(of) − loss(other) under a scheme, averaged over sizes."""
     each = 1 / max(1, len(sizes))
     return {
-        k: w for size in sizes for k, w in (loss(size, GRPO, scheme, each) | loss(size, other, scheme, -each)).items()
+        k: w for size in sizes for k, w in (loss(size, of, scheme, each) | loss(size, other, scheme, -each)).items()
     }
 
 
@@ -112,6 +113,7 @@ class Excess:
     value: Estimate
     by_size: Mapping[str, Estimate]
     apart: Estimate
+    larger: Estimate | None  # the mean over all sizes but the smallest
 
 
 def against(answers: Answers, other: str) -> dict[str, Excess]:
@@ -120,7 +122,8 @@ def against(answers: Answers, other: str) -> dict[str, Excess]:
     for scheme in answers.schemes():
         if value := answers.contrast(excess(answers.sizes, scheme, other)):
             by_size = {size: answers.contrast(excess([size], scheme, other)) for size in answers.sizes}
-            found[scheme] = Excess(value, by_size, mean_apart(list(by_size.values())))
+            larger = answers.contrast(excess(answers.sizes[1:], scheme, other))
+            found[scheme] = Excess(value, by_size, mean_apart(list(by_size.values())), larger)
     return found
 
 
@@ -162,10 +165,10 @@ def relative_excess(answers: Answers, scheme: str, other: str) -> Estimate | Non
 
 def answer(value: Estimate) -> str:
     """Say what the design counts as an answer."""
-    within = value.low > -MARGIN and value.high < MARGIN
+    within, where = value.low > -MARGIN and value.high < MARGIN, f"In four bits ({PRIMARY})"
     if value.low > 0 or value.high < 0:
-        said = f"RL makes these models quantize {'less' if value.low > 0 else 'more'} cleanly"
+        said = f"{where} RL makes these models quantize {'less' if value.low > 0 else 'more'} cleanly"
         return f"{said}, but by less than {MARGIN}" if within else said
     if within:
-        return f"RL changes what quantization costs by less than {MARGIN}"
-    return "inconclusive: these questions cannot tell"
+        return f"{where} RL changes what quantization costs by less than {MARGIN}"
+    return f"{where} inconclusive: these questions cannot tell"

@@ -1,6 +1,5 @@
 """Question 6: which measures of weights and behaviour go with grpo's loss; exploratory."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,8 +9,16 @@ from contrasts import FULL, GRPO
 
 MEASURES = ("relative_mse", "code_flip_rate", "update_survival", "update_cosine")  # per cell of grpo, over matrices
 BEHAVIOUR = ("kl", "top1_agreement")  # per cell of grpo, on held-out solutions
-DRAWS = 2000
-HEAD = ("measure", "Spearman's correlation with the loss", "cells", "schemes", "trainings")
+DRAWS = 20_000
+HEAD = (
+    "measure",
+    "Spearman's correlation with the loss",
+    "within a size",
+    "within a scheme",
+    "cells",
+    "schemes",
+    "trainings",
+)
 
 
 @dataclass(frozen=True)
@@ -25,10 +32,12 @@ class Correlation:
     cells: int
     schemes: int
     trainings: int  # sizes × seeds
+    by_size: float  # the same within a size, mean over sizes
+    by_scheme: float
 
     def __str__(self) -> str:
-        ends = "" if np.isnan(self.low) else f" [{self.low:+.2f}, {self.high:+.2f}]"
-        return f"{self.rho:+.2f}{ends}".replace("-", "−")
+        ends = "" if np.isnan(self.low) else f" [{_signed(self.low)}, {_signed(self.high)}]"
+        return f"{_signed(self.rho)}{ends}"
 
 
 def points(frame: pd.DataFrame, weights: pd.DataFrame) -> pd.DataFrame:
@@ -84,29 +93,55 @@ def correlations(cells: pd.DataFrame, most: float = np.inf, draws: int = DRAWS) 
         values = known.to_numpy()
         training = known.index.droplevel("scheme").factorize()[0]
         scheme = known.index.get_level_values("scheme").factorize()[0]
-        if len(known) < 3 or np.isnan(rho := _spearman(values)):
+        (rho,) = _spearman(values, np.ones((1, len(values))))
+        if len(known) < 3 or np.isnan(rho):
             continue
-        counts = training.max() + 1, scheme.max() + 1
-        drawn = []
-        for _ in range(draws if min(counts) > 1 else 0):
-            often = [np.bincount(random.integers(count, size=count), minlength=count) for count in counts]
-            drawn.append(_spearman(values.repeat(often[0][training] * often[1][scheme], axis=0)))
-        low, high = np.nanpercentile(drawn, [2.5, 97.5]) if drawn else (np.nan, np.nan)
-        found.append(Correlation(measure, rho, float(low), float(high), len(known), int(counts[1]), int(counts[0])))
+        counts, drawn = (training.max() + 1, scheme.max() + 1), np.full(1, np.nan)
+        if min(counts) > 1:
+            often = [random.multinomial(count, np.full(count, 1 / count), size=draws) for count in counts]
+            drawn = _spearman(values, often[0][:, training] * often[1][:, scheme])
+        low, high = np.nanpercentile(drawn, [2.5, 97.5]) if not np.isnan(drawn).all() else (np.nan, np.nan)
+        within = {key: _within(known, key) for key in ("size", "scheme")}
+        numbers = len(known), int(counts[1]), int(counts[0])
+        found.append(
+            Correlation(measure, float(rho), float(low), float(high), *numbers, within["size"], within["scheme"])
+        )
     return sorted(found, key=lambda each: -abs(each.rho))
 
 
-def _spearman(values: np.ndarray) -> float:
-    """Return the correlation of two columns; nan if one is constant."""
-    from scipy.stats import ConstantInputWarning, spearmanr
+def _within(known: pd.DataFrame, key: str) -> float:
+    """Return the mean of the correlations within the groups of a key."""
+    each = [_spearman(part.to_numpy(), np.ones((1, len(part))))[0] for _, part in known.groupby(key, observed=True)]
+    return float(np.nanmean(each)) if not np.isnan(each).all() else float("nan")
 
-    if len(values) < 3:
-        return float("nan")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConstantInputWarning)
-        return float(spearmanr(values).statistic)
+
+def _spearman(values: np.ndarray, often: np.ndarray) -> np.ndarray:
+    """Return the correlation of two columns, for each way to repeat the rows; nan if one is constant.
+
+    Args:
+        values: (rows, 2).
+        often: (draws, rows), how often each row is there.
+    """
+    total, scores = often.sum(axis=1, keepdims=True), []
+    for column in values.T:
+        _, place = np.unique(column, return_inverse=True)
+        tied = often @ np.eye(place.max() + 1)[place] if len(place) else often  # rows of each value
+        ranks = (np.cumsum(tied, axis=1) - tied / 2)[:, place]
+        scores.append(ranks - (often * ranks).sum(axis=1, keepdims=True) / total)
+    cross, *own = ((often * a * b).sum(axis=1) for a, b in ((scores[0], scores[1]), *zip(scores, scores, strict=True)))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rho = cross / np.sqrt(own[0] * own[1])
+    return np.where(np.minimum(own[0], own[1]) > 1e-9, rho, np.nan)
 
 
 def body(found: Sequence[Correlation]) -> list[list[str]]:
     """Return the rows of a table."""
-    return [[each.measure, str(each), *map(str, (each.cells, each.schemes, each.trainings))] for each in found]
+    return [
+        [each.measure, str(each), _signed(each.by_size), _signed(each.by_scheme)]
+        + [str(number) for number in (each.cells, each.schemes, each.trainings)]
+        for each in found
+    ]
+
+
+def _signed(value: float) -> str:
+    return "" if np.isnan(value) else f"{value:+.2f}".replace("-", "−")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from contrasts import BASE, CLIFF, CONTROLS, GRPO, MARGIN, PARAMETERS, SFT
+from contrasts import BASE, CLIFF, CONTROLS, GRPO, MARGIN, PARAMETERS, PRIMARY, SFT
 from findings import CLIFF_LOSS, Findings
 
 from qrl.stats import Estimate
@@ -16,11 +16,27 @@ import matplotlib.pyplot as plt
 
 
 def excess_by_scheme(found: Findings, title: str, out: Path) -> None:
-    """Draw, for every scheme, how much more it costs grpo than the base and both controls."""
-    by_other = {other: found.excesses[other] for other in (BASE, *CONTROLS)}
-    schemes = [scheme for scheme in found.answers.schemes() if any(scheme in held for held in by_other.values())]
-    figure, axis = plt.subplots(figsize=(8, 1.4 + 0.3 * len(schemes)))
-    for shift, (other, excesses) in zip((-0.22, 0.0, 0.22), by_other.items(), strict=True):
+    """Draw how much more each scheme costs grpo than the base and both controls: 8 and 4 bits above, 3 and 2 below."""
+    schemes = [q for q in found.answers.schemes() if any(q in found.excesses[other] for other in (BASE, *CONTROLS))]
+    low = [scheme for scheme in schemes if scheme.endswith(("int3", "int2"))]
+    parts = [part for part in ([q for q in schemes if q not in low], low) if part]
+    heights = [len(part) for part in parts]
+    figure, axes = plt.subplots(
+        len(parts), 1, figsize=(8, 1.8 + 0.3 * len(schemes)), squeeze=False, height_ratios=heights, layout="constrained"
+    )
+    for axis, part in zip(axes[:, 0], parts, strict=True):
+        _draw(axis, part, found)
+    answers = found.answers
+    over = f"{len(answers.sizes)} sizes, {answers.runs} seeds, {answers.evidence.n:,} questions, 95 % intervals"
+    axes[-1, 0].set_xlabel(f"accuracy that quantization costs grpo, minus what it costs another\n({over})", fontsize=8)
+    axes[0, 0].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.suptitle(title, fontsize=9)
+    _saved(figure, out)
+
+
+def _draw(axis, schemes: Sequence[str], found: Findings) -> None:
+    for shift, other in zip((-0.22, 0.0, 0.22), (BASE, *CONTROLS), strict=True):
+        excesses = found.excesses[other]
         places = [place + shift for place, scheme in enumerate(schemes) if scheme in excesses]
         held = [excesses[scheme].value for scheme in schemes if scheme in excesses]
         if held:
@@ -28,20 +44,14 @@ def excess_by_scheme(found: Findings, title: str, out: Path) -> None:
             axis.errorbar(middle, places, xerr=_reach(held), fmt="o", ms=3, capsize=2, label=f"minus {other}'s")
     axis.axvspan(-MARGIN, MARGIN, color="grey", alpha=0.15, lw=0, label=f"±{MARGIN}")
     axis.axvline(0, color="grey", lw=0.5)
-    axis.set_yticks(range(len(schemes)), schemes)
+    axis.set_yticks(range(len(schemes)), [f"{q} (primary)" if q == PRIMARY else q for q in schemes])
     axis.invert_yaxis()
-    answers = found.answers
-    over = f"{len(answers.sizes)} sizes, {answers.runs} seeds, {answers.evidence.n:,} questions, 95 % intervals"
-    axis.set_xlabel(f"accuracy that quantization costs grpo, minus what it costs another\n({over})", fontsize=8)
-    axis.set_title(title, fontsize=9)
-    axis.legend(fontsize=8)
-    _saved(figure, out)
 
 
 def loss_by_bits(found: Findings, title: str, out: Path) -> None:
     """Draw the loss by bits before and after training, a panel per size."""
     sizes = found.answers.sizes
-    figure, axes = plt.subplots(1, len(sizes), figsize=(3 * len(sizes), 3.2), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(1, len(sizes), figsize=(3 * len(sizes), 3.2), squeeze=False, layout="constrained")
     for axis, size in zip(axes[0], sizes, strict=True):
         for shift, variant in ((-0.06, BASE), (0.0, SFT), (0.06, GRPO)):
             if cliff := found.cliffs.get((size, variant)):
@@ -51,8 +61,8 @@ def loss_by_bits(found: Findings, title: str, out: Path) -> None:
         axis.set_xlabel("bits of the weights")
         axis.set_title(f"{size}, {PARAMETERS[size] / 1e6:.3g} M", fontsize=9)
         axis.axhline(0, color="grey", lw=0.5)
-        axis.axhline(CLIFF_LOSS, color="grey", lw=0.5, ls=":")
-    axes[0, 0].set_ylabel("accuracy lost to quantization")
+        axis.axhline(CLIFF_LOSS, color="grey", lw=0.8, ls=":", label=f"a loss of {CLIFF_LOSS}")
+    axes[0, 0].set_ylabel("accuracy lost to GPTQ (8 bits: w8a16)")
     axes[0, 0].legend(fontsize=7)
     figure.suptitle(title, fontsize=9)
     _saved(figure, out)
@@ -64,6 +74,5 @@ def _reach(values: Sequence[Estimate]) -> np.ndarray:
 
 
 def _saved(figure, out: Path) -> None:
-    figure.tight_layout()
     figure.savefig(out, dpi=150)
     plt.close(figure)

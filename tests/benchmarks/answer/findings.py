@@ -126,13 +126,22 @@ class Findings:
         return found
 
     @cached_property
+    def widths_together(self) -> dict[tuple[str, str], Tested]:
+        """The same with all sizes and widths as one family."""
+        planned = tuple(itertools.product(self.answers.sizes, CLIFF))
+        return family(planned, {key: each.value for key, each in self.widths.items()})
+
+    @cached_property
     def growth(self) -> dict[str, Tested]:
         """Question 4: the slope of grpo's loss per decade of parameters, by scheme."""
         return family(PLANNED, self.slopes(GRPO))
 
-    def slopes(self, variant: str) -> dict[str, Estimate]:
-        """Return the slope of a variant's loss per decade of parameters, by scheme; none of fewer than two sizes."""
-        found, sizes = {}, self.answers.sizes
+    def slopes(self, variant: str, first: int = 0) -> dict[str, Estimate]:
+        """Return the slope of a variant's loss per decade of parameters, by scheme; none of fewer than two sizes.
+
+        `first`: of the sizes that are used.
+        """
+        found, sizes = {}, self.answers.sizes[first:]
         by_size = slope([PARAMETERS[size] for size in sizes]) if len(sizes) > 1 else {}
         for scheme in self.answers.schemes():
             weights: Weights = {}

@@ -17,9 +17,10 @@ from contrasts import (
     SEEDS,
     SFT,
     Answers,
-    Excess,
+    Weights,
     answer,
     excess,
+    loss,
     relative_excess,
 )
 from correlations import HEAD, Correlation, body
@@ -34,7 +35,7 @@ WIDTH = 140  # characters in a line of text
 BROKEN = 0.1  # accuracy below which a model is as good as broken
 BITS = dict(zip(CLIFF, (8, 4, 3, 2), strict=True))
 BESIDE = {
-    SFT: "as many steps of supervised fine-tuning on the same questions",
+    SFT: "as many steps of supervised fine-tuning on the same questions, with one solution each",
     "pretrained": "a model of the same shape made from text with fewer errors",
 }
 COMMAND = "python tests/benchmarks/answer/report.py tests/benchmarks/answer/export --out DIR"
@@ -47,20 +48,21 @@ def write(found: Findings, why: pd.DataFrame | None = None) -> str:
         found: all contrasts.
         why: from `tables.measures`.
     """
-    moved = [] if why is None else [text for text in (_moved(why), _mxfp4(why)) if text]
+    moved = "" if why is None else _moved(why)
     parts = [
         "# Does RL change how cleanly a model quantizes?",
         _headline(found.answers),
         f"**RL, or any training?** {_so_far(found)}{_controls(found)}",
         "![What quantization costs GRPO's weights, minus what it costs others, by scheme](excess.png)",
-        f"**How many bits?** {about_bits(found)}. {_cliff(found)}",
+        f"**How many bits?** {about_bits(found)}.{_together(found)} {_cliff(found)}",
         "![Accuracy lost to quantization, by bits](bits.png)",
         *_shares(found),
         *_growth(found),
         *(["**Methods in four bits** (exploratory):", methods(found)] if found.methods else []),
         *_correlations(found.correlations, found.near),
-        *([f"**What moved** (exploratory). {' '.join(moved)}"] if moved else []),
-        f"{_left_out(found)}This page and all tables: `{COMMAND}`.",
+        f"**What moved?** (exploratory) {moved}" if moved else "",
+        f"{_left_out(found)}Some families of tests and settings were fixed or changed on the way: [design and "
+        f"deviations](../README.md). [All tables](tables.md). Both are made by `{COMMAND}`.",
     ]
     return "\n\n".join(_wrapped(part) for part in parts if part) + "\n"
 
@@ -75,14 +77,15 @@ def _headline(answers: Answers) -> str:
     value = answers.contrast(excess(answers.sizes, PRIMARY, BASE))
     if value is None:
         return f"**No answer yet**: no size has the cells of base and grpo under `{PRIMARY}`."
-    sizes = _and(f"{size} ({PARAMETERS[size] / 1e6:.3g} M parameters)" for size in answers.sizes)
+    sizes = f"{_and(answers.sizes)} ({_and(f'{PARAMETERS[size] / 1e6:.3g} M' for size in answers.sizes)} parameters)"
     runs, over = (f"{answers.runs} seeds", "seeds and ") if answers.runs > 1 else ("one seed", "")
-    counted = f"{runs}, {answers.evidence.n:,} questions"
+    after, before = (interval(answers.contrast(_mean_loss(answers, variant, PRIMARY))) for variant in (GRPO, BASE))
     return (
-        f"**{_answered(answers, value)}**: the accuracy that `{PRIMARY}` costs in four bits differs by "
-        f"{interval(value)} after GRPO, in the mean over {sizes}; {counted}, 95 % intervals over {over}questions. "
-        "The models are small, were made here, one base per size, and solve one kind of word problem: nothing follows "
-        "for other bases, large pretrained models, long reasoning or other text."
+        f"**{_answered(answers, value)}**: the loss, accuracy at full precision minus accuracy quantized, is {after} "
+        f"after GRPO and {before} before. They differ by {interval(value)}, in the mean over {sizes}; {runs}, "
+        f"{answers.evidence.n:,} questions, 95 % intervals over {over}questions. The models are small, were made here, "
+        "one base per size, and solve one kind of word problem: nothing follows for other bases, large pretrained "
+        "models, long reasoning or other text."
     )
 
 
@@ -93,10 +96,15 @@ def _answered(answers: Answers, value: Estimate) -> str:
     return answer(value) if answers.runs >= SEEDS else f"No answer yet, with {answers.runs} of {SEEDS} seeds"
 
 
+def _mean_loss(answers: Answers, variant: str, scheme: str) -> Weights:
+    each = 1 / len(answers.sizes)
+    return {cell: w for size in answers.sizes for cell, w in loss(size, variant, scheme, each).items()}
+
+
 def title(found: Findings) -> str:
     """Say what questions 1 and 2 found, over the figure of all schemes."""
     value = found.answers.contrast(excess(found.answers.sizes, PRIMARY, BASE))
-    return f"{_answered(found.answers, value)} ({PRIMARY}, four bits)\n{about_training(found)}"
+    return f"{_answered(found.answers, value)}\n{about_training(found)}"
 
 
 def _so_far(found: Findings) -> str:
@@ -105,9 +113,9 @@ def _so_far(found: Findings) -> str:
 
 
 def about_training(found: Findings) -> str:
-    """Say whether quantization is shown to cost GRPO's weights more or less than those of supervised fine-tuning."""
+    """Say whether GRPO's weights are shown to lose more or less than those of supervised fine-tuning."""
     if tests := _of(found.controls, SFT):
-        return f"Beside SFT, {_count(tests)} to cost GRPO more or less, in the mean over sizes"
+        return f"Compared with SFT, {_shown(tests)}, in the mean over sizes"
     return "SFT was not evaluated at every size"
 
 
@@ -118,44 +126,51 @@ def _controls(found: Findings) -> str:
         if not (tests := _of(found.controls, control)):
             said.append(f"`{control}` was not evaluated at every size.")
             continue
-        shown, apart = _significant(tests), _significant(_of(found.controls_apart, control))
-        said.append(f"Compared with {what}, {_count(tests)} to cost GRPO more or less (Holm, {100 * ALPHA:.0f} %).")
-        said.append(_reach(found, control))
-        if changed := sorted(set(shown) ^ set(apart)):
-            verb = "changes" if len(changed) == 1 else "change"
-            said.append(f"With the trainings of each size counted apart, {_code(changed)} {verb} sides.")
+        said.append(f"Compared with {what}, {_shown(tests)}, in the mean over sizes (Holm, {100 * ALPHA:.0f} %).")
+        said.append(_reach(found) if control == SFT else _by_size(found, control, _significant(tests)))
     return " ".join(said)
 
 
-def _reach(found: Findings, control: str) -> str:
-    """Say how far the excesses over a control reach, and how accurate the control is."""
-    held, sizes = found.excesses[control], found.answers.sizes
-    if control == SFT:
-        mean = max(_bound(each.value) for each in held.values())
-        single = max(_bound(value) for each in held.values() for value in each.by_size.values())
-        return f"All intervals lie within ±{mean:.3f}, those of single sizes within ±{single:.3f} (exploratory)."
-    scheme = _largest({scheme: each.value for scheme, each in held.items()})
-    by_size = _and(f"{interval(value)} at {size}" for size, value in held[scheme].by_size.items())
-    more = {size: found.answers.contrast({(size, control, FULL): 1.0, (size, GRPO, FULL): -1.0}) for size in sizes}
-    full = _and(interval(value) for value in more.values() if value)
+def _reach(found: Findings) -> str:
+    """Say how far the differences to supervised fine-tuning reach."""
+    held = found.excesses[SFT]
+    mean = max(_bound(each.value) for each in held.values())
+    single = {(size, q): value for q, each in held.items() for size, value in each.by_size.items()}
+    apart = {key: value for key, value in single.items() if value.low > 0 or value.high < 0}
+    most = ""
+    if apart:
+        size, scheme = max(apart, key=lambda key: abs(apart[key].estimate))
+        most = f", most under `{scheme}` at {size}: {interval(apart[size, scheme])}"
     return (
-        f"The largest difference is that of `{scheme}`, {interval(held[scheme].value)}: {by_size}. This control is one "
-        f"model per size, and at full precision its accuracy differs from GRPO's by {full}, so differences may come "
-        f"from that or from the model.{_equal(held, [size for size, each in more.items() if each and _within(each)])}"
+        f"All these intervals lie within ±{mean:.3f}. Of the {len(single)} at single sizes, which reach "
+        f"±{max(map(_bound, single.values())):.3f}, {len(apart)} exclude 0 (exploratory, uncorrected){most}."
     )
 
 
-def _equal(held: Mapping[str, Excess], sizes: Sequence[str]) -> str:
-    """Return the largest excess at sizes where a control is as accurate as GRPO."""
+def _by_size(found: Findings, control: str, marked: Sequence[str]) -> str:
+    """Say what is left of the differences without the smallest size, and how accurate the control is."""
+    held, sizes = found.excesses[control], found.answers.sizes
+    more = {size: found.answers.contrast({(size, control, FULL): 1.0, (size, GRPO, FULL): -1.0}) for size in sizes}
+    full = _and(interval(value) for value in more.values() if value)
+    left = [interval(each) for q in marked if (each := held[q].larger)]
+    rest = f" Without {sizes[0]} the differences under these schemes are {_and(left)}." if left else ""
+    return (
+        f"This control is one model per size, whose accuracy at full precision differs from GRPO's by {full}, so it "
+        f"does not isolate RL.{rest}"
+        f"{_equal(found, control, [size for size, each in more.items() if each and _bound(each) < MARGIN])}"
+    )
+
+
+def _equal(found: Findings, control: str, sizes: Sequence[str]) -> str:
+    """Return the largest difference at sizes where a control is as accurate as GRPO."""
     said = ""
     for size in sizes:
-        values = {scheme: each.by_size[size] for scheme, each in held.items() if size in each.by_size}
-        if values:
-            scheme = _largest(values)
-            said += (
-                f" At {size}, where that is less than {MARGIN}, the largest of {len(values)} is that of `{scheme}`, "
-                f"{interval(values[scheme])} (exploratory)."
-            )
+        by_scheme = {q: each.by_size[size] for q, each in found.excesses[control].items()}
+        scheme, full = _largest(by_scheme), _accuracy(found.answers, size, control, FULL)
+        said += (
+            f" Where both are as accurate, at {size} ({full:.3f}), the largest of {len(by_scheme)} differences is "
+            f"{interval(by_scheme[scheme])}, under `{scheme}` (exploratory)."
+        )
     return said
 
 
@@ -168,9 +183,20 @@ def about_bits(found: Findings) -> str:
         if each.p < ALPHA:
             by_scheme.setdefault(scheme, []).append(size)
     if not by_scheme:
-        return "No width is shown to cost more or less after GRPO than before"
+        return "At no width is GRPO shown to change GPTQ's loss"
     listed = _and(f"{BITS[scheme]} bits at {_and(sizes)}" for scheme, sizes in by_scheme.items())
-    return f"Shown to cost more or less after GRPO than before (Holm over the widths of a size): {listed}"
+    return f"GRPO is shown to change GPTQ's loss in {listed} (Holm over the widths of a size)"
+
+
+def _together(found: Findings) -> str:
+    """Say which widths remain if all sizes and widths are one family."""
+    apart, together = (
+        {key for key, each in held.items() if each.p < ALPHA} for held in (found.widths, found.widths_together)
+    )
+    if apart == together:
+        return ""
+    left = _and(f"{BITS[scheme]} bits at {size}" for size, scheme in sorted(together)) if together else "none"
+    return f" With all sizes and widths as one family: {left}."
 
 
 def _cliff(found: Findings) -> str:
@@ -190,32 +216,40 @@ def _cliff(found: Findings) -> str:
             undecided += [f"{size} {variant} in {BITS[q]} bits" for q, v in losses if v.low <= CLIFF_LOSS <= v.high]
     said += [f"at {_and(none)} none is"] if none else []
     open_ = f" Undecided: {_and(undecided)}." if undecided else ""
-    return f"The first width that is shown to cost more than {CLIFF_LOSS}: {'; '.join(said)}.{open_}" if said else ""
+    return f"The first width whose loss is shown to exceed {CLIFF_LOSS}: {'; '.join(said)}.{open_}" if said else ""
 
 
 def _shares(found: Findings) -> list[str]:
-    """Return the large excesses over the base, and the same as shares of the accuracy that there was to lose."""
+    """Return where GRPO's loss differs from the base's, beside that of SFT, and as shares of what there was to lose."""
     held, answers = found.excesses[BASE], found.answers
     if not held:
         return []
-    full = {v: _and(f"{_accuracy(answers, size, v, FULL):.3f}" for size in answers.sizes) for v in (BASE, GRPO)}
-    large = [q for q, each in held.items() if each.value.low > MARGIN or each.value.high < -MARGIN]
-    accuracies = f"At full precision the base answers {full[BASE]} of the questions right, after GRPO {full[GRPO]}."
-    if not large:
-        none = f"Under no scheme is GRPO's loss shown to differ from the base's by more than {MARGIN}."
-        return [f"**More to lose?** {accuracies} {none}"]
-    shares = [relative_excess(answers, q, BASE) for q in large]
-    rows = [[q, interval(held[q].value), interval(v) if v else ""] for q, v in zip(large, shares, strict=True)]
+    variants = {BASE: "before training", SFT: "after SFT", GRPO: "after GRPO"}
+    known = {v: said for v, said in variants.items() if all((size, v, FULL) in answers.cells for size in answers.sizes)}
+    full = [
+        f"{said} {_and(f'{_accuracy(answers, size, v, FULL):.3f}' for size in answers.sizes)}"
+        for v, said in known.items()
+    ]
+    accuracies = f"At full precision {', '.join(full)} of the questions are right."
+    apart = [q for q, each in held.items() if each.value.low > 0 or each.value.high < 0]
+    if not apart:
+        return [
+            f"**More to lose?** {accuracies} Under no scheme does the interval of loss(grpo) − loss(base) exclude 0."
+        ]
+    rows = []
+    for q in apart:
+        share, sft = relative_excess(answers, q, BASE), answers.contrast(excess(answers.sizes, q, BASE, SFT))
+        rows.append([q, *(interval(value) if value else "" for value in (held[q].value, sft, share))])
     broken = [
         f"`{q}` at {size}"
-        for q, size in itertools.product(large, answers.sizes)
+        for q, size in itertools.product(apart, answers.sizes)
         if max(_accuracy(answers, size, v, q) for v in (BASE, GRPO)) < BROKEN
     ]
     note = f"; {_and(broken)} leaves both below {BROKEN}" if broken else ""
-    head = ("scheme", "loss(grpo) − loss(base)", "as shares of full precision's accuracy")
+    head = ("scheme", "loss(grpo) − loss(base)", "loss(sft) − loss(base)", "grpo − base, as shares of accuracy")
     return [
-        f"**More to lose?** {accuracies} Schemes whose interval lies beyond ±{MARGIN}, and the same as a share of "
-        f"accuracy (exploratory{note}):",
+        f"**More to lose?** {accuracies} Schemes whose interval excludes 0, and how much is left of it as a share of "
+        f"full precision's accuracy (exploratory, uncorrected, given these bases{note}):",
         "\n".join(table(head, rows)),
     ]
 
@@ -230,13 +264,14 @@ def _growth(found: Findings) -> list[str]:
     if not (shown := _significant(tests)):
         return [f"{title}No trend of GRPO's loss is shown under any of {len(tests)} schemes."]
     base, most = found.slopes(BASE), _largest({scheme: tests[scheme].value for scheme in shown})
-    least, largest = (f"{PARAMETERS[size] / 1e6:.3g}" for size in (sizes[0], sizes[-1]))
+    falls = all(tests[scheme].value.estimate < 0 for scheme in shown)
+    larger = found.slopes(GRPO, 1).get(most)
+    without = f" Without {sizes[0]} it is {interval(larger)}." if larger else ""
     return [
-        f"{title}Under {len(shown)} of {len(tests)} schemes ({_code(shown)}) GRPO's loss is shown to change with size "
-        f"(Holm, {100 * ALPHA:.0f} %), most under `{most}`: {interval(tests[most].value)} per tenfold increase in "
-        f"parameters (the base's: {interval(base[most])}). This is a straight line from {least} M to {largest} M "
-        "parameters, whose interval leaves out how far sizes lie from it; with one base per size, size cannot be told "
-        "from the base."
+        f"{title}Under {len(shown)} of {len(tests)} schemes ({_code(shown)}) the line of GRPO's loss over these bases "
+        f"{'falls' if falls else 'changes'} with size (Holm, {100 * ALPHA:.0f} %, over seeds), most under `{most}`: by "
+        f"{interval(tests[most].value)} per tenfold increase in parameters, and by {interval(base[most])} before GRPO."
+        f"{without} The intervals leave out how far sizes lie from the line, and that bases differ in more than size."
     ]
 
 
@@ -256,9 +291,8 @@ def _correlations(found: Sequence[Correlation], near: Sequence[Correlation]) -> 
     best = _and(f"`{each.measure}` {each}" for each in near[:2])
     rest = f" Among the {near[0].cells} cells that lose less than {NEAR}, the strongest are {best}." if near else ""
     text = (
-        "**What goes with the loss?** (exploratory) `top1_agreement` and `kl` compare the quantized model's tokens "
-        "with full precision's on held-out solutions. `update_survival` is the length of the stored update over the "
-        "true one, which rounding noise makes large, and `update_cosine` their cosine. The others compare weights."
+        "**What goes with the loss?** (exploratory; over schemes, trainings and sizes) `top1_agreement` and `kl` "
+        "compare the quantized model's tokens with full precision's on held-out solutions; the others compare weights."
     )
     return [text + rest, "\n".join(table(HEAD, body(found)))]
 
@@ -273,33 +307,29 @@ def _moved(why: pd.DataFrame) -> str:
 
     texts = {
         "moved": f"As bf16 stores them, GRPO moves {both('moved', 100, ' %')} of the weights (means, by size).",
-        "moved_fp32": f"In fp32 it moves {both('moved_fp32', 100, ' %')}.",
         "again_lift": f"Two seeds move the same weights {both('again_lift')} times as often as chance would.",
-        "principal": f"Principal weights move {both('principal')} times as often as all,",
-        "principal_by_size": f"{both('principal_by_size')} times as often as others of their own size.",
+        "principal": f"Those of the principal directions (2511.08567) move {both('principal')} times as often as all,",
+        "principal_by_size": f"{both('principal_by_size')} times as often as weights with the same exponent.",
     }
     return " ".join(text for key, text in texts.items() if _range(rows[GRPO], key))
 
 
-def _mxfp4(why: pd.DataFrame) -> str:
-    base, grpo = (why[why["variant"] == variant] for variant in (BASE, GRPO))
-    before, after = (_range(rows, "mx_error", 100) for rows in (base, grpo))
-    if not after:
-        return ""
-    both = f"{after} % before and after GRPO" if before == after else f"{before} % before GRPO and {after} % after"
-    return f"MXFP4's squared error is {both}, of the weights' squares; the tables have its parts."
-
-
 def _left_out(found: Findings) -> str:
     """Name what was planned and is not here."""
-    tests = [f"{c} {q}" for c, q in CONTROL_TESTS if (c, q) not in found.controls]
-    tests = [f"{BASE} {q}" for q in PLANNED if q not in found.excesses[BASE]] + tests
-    made = {each.method for each in found.methods}
-    methods = [method for method in METHODS if method not in made]
+    answers = found.answers
+    tests = [f"{GRPO} {q}" for q in PLANNED if q not in found.growth]
+    tests += [f"{c} {q}" for c, q in CONTROL_TESTS if (c, q) not in found.controls]
     said = f"Not evaluated at every size, but counted in Holm's correction: {_and(tests)}. " if tests else ""
-    said += f"Not run: {_and(methods)}. " if methods else ""
-    partial = len(found.answers.partial)
-    return said + (f"Left out, not evaluated under all seeds: {partial} cells. " if partial else "")
+    for scheme in answers.schemes():
+        if scheme not in found.excesses[BASE]:
+            single = {size: answers.contrast(excess([size], scheme, BASE)) for size in answers.sizes}
+            known = [f"{interval(value)} at {size}" for size, value in single.items() if value]
+            said += f"Under `{scheme}`, loss(grpo) − loss(base) is {_and(known)} (exploratory). " if known else ""
+    made = {each.method for each in found.methods}
+    begun = [m for m in METHODS if any(cell.endswith(m.replace(":", " ")) for cell in answers.partial)]
+    absent = [m for m in METHODS if m not in made and m not in begun]
+    said += f"Not run: {_and(absent)}. " if absent else ""
+    return said + (f"Run under some seeds only, left out: {len(answers.partial)} cells. " if answers.partial else "")
 
 
 def _accuracy(answers: Answers, size: str, variant: str, scheme: str) -> float:
@@ -308,10 +338,6 @@ def _accuracy(answers: Answers, size: str, variant: str, scheme: str) -> float:
 
 def _largest(values: Mapping[str, Estimate]) -> str:
     return max(values, key=lambda scheme: abs(values[scheme].estimate))
-
-
-def _within(value: Estimate) -> bool:
-    return _bound(value) < MARGIN
 
 
 def _bound(value: Estimate) -> float:
@@ -336,11 +362,14 @@ def _significant(tests: Mapping[str, Tested]) -> list[str]:
     return [scheme for scheme, each in tests.items() if each.p < ALPHA]
 
 
-def _count(tests: Mapping[str, Tested]) -> str:
+def _shown(tests: Mapping[str, Tested]) -> str:
+    """Say under which schemes GRPO's loss is shown to differ, and to which side."""
     shown = _significant(tests)
     if not shown:
-        return f"none of {len(tests)} schemes is shown"
-    return f"{len(shown)} of {len(tests)} schemes ({_code(shown)}) {'is' if len(shown) == 1 else 'are'} shown"
+        return f"under none of {len(tests)} schemes is GRPO's loss shown to differ"
+    signs = {tests[scheme].value.estimate > 0 for scheme in shown}
+    side = {(True,): "be larger", (False,): "be smaller"}.get(tuple(signs), "differ")
+    return f"under {len(shown)} of {len(tests)} schemes ({_code(shown)}) GRPO's loss is shown to {side}"
 
 
 def _code(words: Iterable[str]) -> str:

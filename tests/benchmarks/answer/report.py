@@ -17,7 +17,20 @@ import numpy as np
 import page
 import pandas as pd
 import tables
-from contrasts import BASE, CLIFF, CONTROLS, FULL, GRPO, PARAMETERS, PRIMARY, SFT, Answers, answer, relative_excess
+from contrasts import (
+    BASE,
+    CLIFF,
+    CONTROLS,
+    FULL,
+    GRPO,
+    PARAMETERS,
+    PRIMARY,
+    SFT,
+    Answers,
+    answer,
+    excess,
+    relative_excess,
+)
 from findings import CLIFF_LOSS, CONTROL_TESTS, PLANNED, Findings
 
 from qrl import recipe as recipes
@@ -44,8 +57,10 @@ def primary(found: Findings) -> list[str]:
 
 
 def _by_size(found: Findings, other: str) -> list[str]:
-    sizes, held = found.answers.sizes, found.excesses[other]
-    rows = [[scheme, *(interval(each.by_size[size]) for size in sizes)] for scheme, each in held.items()]
+    sizes, rows = found.answers.sizes, []
+    for scheme in found.answers.schemes():
+        values = [found.answers.contrast(excess([size], scheme, other)) for size in sizes]
+        rows += [[scheme, *(interval(value) if value else "" for value in values)]] if any(values) else []
     return [f"loss(grpo) − loss({other}) by size:", "", *_table(("scheme", *sizes), rows), ""]
 
 
@@ -106,7 +121,11 @@ def methods(found: Findings) -> list[str]:
 
 def correlated(found: Findings) -> list[str]:
     """Question 6: what goes with the loss; exploratory."""
-    lines = ["## 6. What goes with the loss?", ""]
+    said = (
+        "`relative_mse` is the error of the stored weights, `code_flip_rate` the share of codes that training changed, "
+        "`update_survival` ‖Q(W′) − Q(W)‖ / ‖W′ − W‖, above 1 mostly noise, `update_cosine` the cosine of both."
+    )
+    lines = ["## 6. What goes with the loss?", "", said, ""]
     for text, held in (("All cells:", found.correlations), (f"Cells that lose less than {page.NEAR}:", found.near)):
         lines += [text, "", *_table(correlations.HEAD, correlations.body(held)), ""]
     return lines
@@ -134,7 +153,8 @@ def _mxfp4(why: pd.DataFrame) -> list[str]:
     percent = why.assign(**{key: 100 * why[key] for key in heads})
     rows = _means(percent, (BASE, SFT, GRPO), heads)
     head = ("size", "weights", *(f"{name}, %" for name in heads.values()))
-    return ["MXFP4's squared error, over that of the weights:", "", *_table(head, rows), ""]
+    said = "MXFP4's squared error, over that of the weights. Its parts partly cancel, so their sum is larger:"
+    return [said, "", *_table(head, rows), ""]
 
 
 def _means(why: pd.DataFrame, variants: Sequence[str], keys: Iterable[str]) -> list[list[str]]:
@@ -187,7 +207,11 @@ def unhealthy(cells: pd.DataFrame) -> list[str]:
     bad = seen[(seen["truncated"] > limits.max_truncation_rate) | (seen["parsed"] < limits.min_parse_rate)]
     rows = [[*map(str, row[:4]), f"{row.truncated:.3f}", f"{row.parsed:.3f}"] for row in bad.itertuples(index=False)]
     known = f"The share in the required form is known of {seen['parsed'].notna().sum()} of {len(seen)} cells."
-    shown = table(("size", "seed", "weights", "scheme", "truncated", "parsed"), rows) if rows else ["None."]
+    shown = (
+        table(("size", "seed", "weights", "scheme", "truncated", "parsed"), rows)
+        if rows
+        else ["None among those known."]
+    )
     return ["Cells beyond the limits that an evaluation has by default:", "", *shown, "", known]
 
 
