@@ -71,6 +71,13 @@ def _arm(name: str, first: str, start: Recipe, typed: dict[str, str]) -> Arm:
     return Arm(name, recipes.load(first, changes), {"recipe": first, **changes})
 
 
+def replaced(arm: Arm, typed: dict[str, str]) -> dict[str, object]:
+    """Return the training settings that an arm's recipe sets and a typed option replaces: its own values, by key."""
+    asked = [key for key in recipes.change(arm.name) if key in typed and key.startswith("train.")]
+    own = recipes.load(arm.name, {}) if asked else arm.recipe
+    return {key: value for key in asked if (value := attrgetter(key)(own)) != attrgetter(key)(arm.recipe)}
+
+
 def parse_models(models: list[str]) -> dict[str, str]:
     """Return the models by the names that tables give them: the last part of an address, or all of it.
 

@@ -18,7 +18,7 @@ from qrl import recipe as recipes
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.recipe import Recipe
 from qrl.study import preflight
-from qrl.study.arms import WITHOUT_QUANTIZATION, Arm, controls, label, load, scheme_of, stages_of
+from qrl.study.arms import WITHOUT_QUANTIZATION, Arm, controls, label, load, replaced, scheme_of, stages_of
 from qrl.study.build import side_by_side
 from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import DryRun, Launcher
@@ -81,7 +81,7 @@ def study(
     loaded = {name: {seed: load(first, others, given, seed) for seed in seeds} for name, given in typed.items()}
     if register:
         _check_names(loaded)
-    _say_changes(first, next(iter(loaded.values()))[seeds[0]])
+    _say_changes(first, next(iter(loaded.values()))[seeds[0]], overrides)
     targets, ahead = [], []
     for name, arms in loaded.items():
         targets.append(_check(name, arms, typed[name], first, yes=yes))
@@ -132,13 +132,17 @@ def _check_names(loaded: Mapping[str, Mapping[int, list[Arm]]]) -> None:
         owners[name] = recipe.model
 
 
-def _say_changes(first: str, arms: list[Arm]) -> None:
-    """Print what the arms change in the first recipe, as far as they are not recipes of their own."""
+def _say_changes(first: str, arms: list[Arm], overrides: dict[str, str]) -> None:
+    """Print what the arms change in the first recipe, unless they are recipes of their own, and what they cannot."""
     start = arms[0].typed
     for name, _, typed in arms[1:]:
         if typed["recipe"] == first:
             changed = ", ".join(f"{key}={text}" for key, text in typed.items() if start.get(key) != text)
             click.echo(f"      {name} is {first} with {changed}", err=True)
+    for arm in arms[1:]:
+        for key, own in replaced(arm, overrides).items():
+            said = f"{arm.name} would train with {key}={own}, but {key}={overrides[key]} holds for every method"
+            click.secho(f"      {said}: leave it out, or write it into --recipe.", fg="yellow", err=True)
 
 
 def _check(name: str, arms: dict[int, list[Arm]], typed: dict[str, str], first: str, *, yes: bool) -> _Target:

@@ -211,6 +211,17 @@ def test_distilled_methods_of_different_training_each_have_a_control_of_their_ow
     assert "qad-int8 · rtn-int8 − its control, distilled-qad-int8 · full" in capsys.readouterr().out
 
 
+def test_an_option_that_replaces_a_methods_own_training_is_told(capsys):
+    typed = TYPED | {"train.learning_rate": "2e-5", "train.lora_rank": "16"}
+    methods = arms.load("tiny-ptq", ("tiny-qlora", "qat-int4"), typed, 0)
+    sweep._say_changes("tiny-ptq", methods, typed)
+    said = [line.strip() for line in capsys.readouterr().err.splitlines() if "holds for every method" in line]
+    assert said == [
+        "tiny-qlora would train with train.learning_rate=0.001, but train.learning_rate=2e-5 holds for every method: "
+        "leave it out, or write it into --recipe."
+    ]
+
+
 def test_a_model_that_fails_is_named_and_loses_no_other(steps, large):
     _, broken = steps
     broken |= {("large", "grpo"), ("qrl-tiny", "qat-int4")}
