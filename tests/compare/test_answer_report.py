@@ -170,7 +170,7 @@ def test_the_weights_of_all_matrices_are_measured_side_by_side(tmp_path):
 
 
 def test_a_base_is_quantized_once_for_all_seeds(tmp_path, monkeypatch):
-    work, asked = run.Work(tmp_path, (), ("sft",), fp8=False), []
+    work, asked = run.Work(tmp_path, {}, ("sft",), fp8=False), []
     monkeypatch.setattr(work, "qrl", lambda name, *words, **_: asked.append(name))
     for seed in (0, 1):
         work.untrained("m3", "", seed, [])
@@ -219,7 +219,7 @@ def test_a_training_with_fp8_rollouts_has_a_name_of_its_own(tmp_path):
 
 
 def test_a_base_of_another_accuracy_is_made_once_more_even_if_that_was_interrupted(tmp_path, monkeypatch):
-    work, made = run.Work(tmp_path, (), ("sft",), fp8=False), []
+    work, made = run.Work(tmp_path, {}, ("sft",), fp8=False), []
 
     def qrl(name: str, *words: str, module: str) -> bool:
         done, model = tmp_path / "logs" / f"{name}.done", tmp_path / "models" / "m3"
@@ -371,7 +371,7 @@ def test_a_cell_that_two_exports_hold_comes_whole_from_the_last(frame, tmp_path)
 
 
 def test_no_more_trainings_than_asked_run_at_once(tmp_path, monkeypatch):
-    work, running, most = run.Work(tmp_path, [], [], fp8=False, trainings=2), [], []
+    work, running, most = run.Work(tmp_path, {}, [], fp8=False, trainings=2), [], []
     monkeypatch.setattr(run.export, "trained", lambda *_, **__: "models:/m")
 
     def qrl(name: str, *_words: str) -> bool:
@@ -388,7 +388,7 @@ def test_no_more_trainings_than_asked_run_at_once(tmp_path, monkeypatch):
 
 
 def test_what_arms_begin_with_is_trained_once_and_failures_are_not_lost(tmp_path, monkeypatch):
-    work, done = run.Work(tmp_path, [], ["sft", "qat-int4"], fp8=False), []
+    work, done = run.Work(tmp_path, {}, ["sft", "qat-int4"], fp8=False), []
     monkeypatch.setattr(run.export, "trained", lambda *_, **__: "models:/m")
     monkeypatch.setattr(run.export, "quantized", lambda *_: {})
 

@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import export
 import why
 from filelock import FileLock
+from findings import OF_GRPO
 
 from qrl import names, tiny
 from qrl import recipe as recipes
@@ -65,11 +66,12 @@ PACKED = {"fp8": "packed", "nvfp4": "packed", "int8": "int8"}
 QAD, DISTILLED = "qad-int4", "distilled"  # an arm, and its control, which is quantized afterwards
 ARMS = ("sft", "tiny-qlora", "qat-int4", QAD)
 THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}  # of a command: many run side by side
-CHECK = (  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
-    "--device cpu --train.steps 2 --train.prompts_per_step 4 --train.micro_batch 32 --evaluate.n 60 "
-    "--evaluate.batch_size 60 --quantize.schemes rtn-int4,gptq-int3 --quantize.calibration_samples 4 "
-    "--quantize.calibration_seed 0"
-)
+CHECK = {  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
+    "device": "cpu",
+    "train": {"steps": 2, "prompts_per_step": 4, "micro_batch": 32},
+    "evaluate": {"n": 60, "batch_size": 60},
+    "quantize": {"schemes": ["rtn-int4", "gptq-int3"], "calibration_samples": 4, "calibration_seed": 0},
+}
 
 
 class Work:
@@ -78,7 +80,7 @@ class Work:
     def __init__(
         self,
         folder: Path,
-        more: Sequence[str],
+        changes: Mapping[str, object],
         arms: Sequence[str],
         *,
         fp8: bool,
@@ -87,11 +89,10 @@ class Work:
         trainings: int = 16,
         engines: int = 64,
     ) -> None:
-        self.folder, self.more, self.arms, self.check = folder.resolve(), list(more), arms, check
+        self.folder, self.changes, self.arms, self.check = folder.resolve(), changes, arms, check
         self.store, self.fp8, self.weights = f"sqlite:///{self.folder}/store.db", fp8, weights
         self.recipe = "tiny" if check else str(Path(__file__).with_name("sweep.yaml"))
-        typed = dict(zip((word.removeprefix("--") for word in more[::2]), more[1::2], strict=True))
-        self.schemes = ",".join(recipes.load(self.recipe, typed).quantize.schemes)
+        self.schemes = changes.get("quantize", {}).get("schemes") or list(recipes.load(self.recipe).quantize.schemes)
         self.printing, self.training = threading.Lock(), threading.Semaphore(trainings)
         self.evaluating = threading.Semaphore(engines)
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -144,13 +145,15 @@ class Work:
 
     def unit(self, size: str, shape: Size, seed: int, slips: Sequence[str]) -> None:
         """Train and evaluate one size under one seed, and measure its weights."""
-        recipe = ["--recipe", self.recipe_of(size, shape), *self.more]
+        recipe = ["--recipe", self.recipe_of(size, shape)]
         base = str(self.folder / "models" / size)
 
         def sweep(name: str, *chosen: str) -> None:
-            # Every sweep begins with GRPO, which two at once would not share.
+            # Every sweep begins with GRPO, which two at once would not share; nor would they share its cells.
             grpo = self.train(names.GRPO, base, seed, recipe)
             words = ["--models", base, "--seeds", str(seed), "--arms", ",".join(chosen), "--yes"]
+            if few := [scheme for scheme in self.schemes if scheme in OF_GRPO and name != "sweep"]:
+                words += ["--quantize.schemes", ",".join(few)]
             if self.qrl(f"{name}-{size}-{seed}", "sweep", *recipe, *words) and chosen == (QAD,):
                 control = export.trained(self.store, DISTILLED, **{"train.teacher": grpo})
                 self.cells(DISTILLED, control, base, seed, recipe)
@@ -170,9 +173,10 @@ class Work:
     def recipe_of(self, size: str, shape: Size) -> str:
         """Write the sweep's recipe for one size, whose settings hold for arms that do not change them."""
         path = self.folder / f"{size}.yaml"
-        settings = {"learning_rate": shape.learning_rate, "micro_batch": shape.micro_batch}
+        train = {"learning_rate": shape.learning_rate, "micro_batch": shape.micro_batch}
+        whole = {"extends": self.recipe, **self.changes, "train": train | self.changes.get("train", {})}
         with self.alone(size):
-            path.write_text(json.dumps({"extends": self.recipe, "train": settings}))  # which is YAML, too
+            path.write_text(json.dumps(whole))  # which is YAML, too
         return str(path)
 
     def untrained(self, size: str, suffix: str, seed: int, recipe: Sequence[str]) -> None:
@@ -223,13 +227,21 @@ class Work:
         """
         untrained = model == base
         name = f"quantize-{variant}-{Path(base).name}" + ("" if untrained else f"-{seed}")
-        words = ["--model", base, "--seed", str(seed), "--scheme", self.schemes, "--models", f"{variant}={model}"]
+        words = [
+            "--model",
+            base,
+            "--seed",
+            str(seed),
+            "--scheme",
+            ",".join(self.schemes),
+            "--models",
+            f"{variant}={model}",
+        ]
         with self.alone(name):
             if not self.qrl(name, "quantize", *recipe, *words):
                 return {}
         made = export.quantized(self.store, base, None if untrained else seed)
-        asked = self.schemes.split(",")
-        return {f"{v}:{q}": each for (v, q), each in made.items() if v == variant and q in asked}
+        return {f"{v}:{q}": each for (v, q), each in made.items() if v == variant and q in self.schemes}
 
     def cells(self, variant: str, model: str, base: str, seed: int, recipe: Sequence[str]) -> None:
         """Quantize a model, made from a base, and evaluate all of its cells."""
@@ -275,10 +287,10 @@ def main() -> None:
     seeds = [int(seed) for seed in (given.seeds or ("0,1" if given.check else "0,1,2,3")).split(",")]
     asked = (names.SFT if given.check else ",".join(ARMS)) if given.arms is None else given.arms
     arms = list(filter(None, asked.split(",")))
-    more = CHECK.split() if given.check else ["--quantize.schemes", given.schemes] if given.schemes else []
+    changes = CHECK if given.check else {"quantize": {"schemes": given.schemes.split(",")}} if given.schemes else {}
     fp8 = not given.check and not given.without_fp8
     limits = {"trainings": given.trainings, "engines": given.engines}
-    work = Work(given.work, more, arms, fp8=fp8, weights=not given.without_weights, check=given.check, **limits)
+    work = Work(given.work, changes, arms, fp8=fp8, weights=not given.without_weights, check=given.check, **limits)
     sizes = ["m3"] if given.check else given.sizes.split(",")
     slips = [""] if given.without_control else list(SLIPS)
     device = "cpu" if given.check else "cuda"
