@@ -148,13 +148,16 @@ class Work:
         recipe = ["--recipe", self.recipe_of(size, shape)]
         base = str(self.folder / "models" / size)
 
-        def sweep(name: str, *chosen: str) -> None:
+        words = ["--models", base, "--seeds", str(seed), "--yes", "--arms"]
+
+        def sweep(arm: str) -> None:
             # Every sweep begins with GRPO, which two at once would not share; nor would they share its cells.
             grpo = self.train(names.GRPO, base, seed, recipe)
-            words = ["--models", base, "--seeds", str(seed), "--arms", ",".join(chosen), "--yes"]
-            if few := [scheme for scheme in self.schemes if scheme in OF_GRPO and name != "sweep"]:
-                words += ["--quantize.schemes", ",".join(few)]
-            if self.qrl(f"{name}-{size}-{seed}", "sweep", *recipe, *words) and chosen == (QAD,):
+            few = [scheme for scheme in self.schemes if scheme in OF_GRPO]
+            schemes = ["--quantize.schemes", ",".join(few)] if few else []
+            with self.training:
+                whole = self.qrl(f"arm-{arm}-{size}-{seed}", "sweep", *recipe, *words, arm, *schemes)
+            if whole and arm == QAD:
                 control = export.trained(self.store, DISTILLED, **{"train.teacher": grpo})
                 self.cells(DISTILLED, control, base, seed, recipe)
 
@@ -162,11 +165,11 @@ class Work:
         variants += [FP8] if self.fp8 else []
         work = [partial(self.trained, variant, base, seed, recipe) for variant in variants]
         work += [partial(self.untrained, size, suffix, seed, recipe) for suffix in slips]
-        work += [partial(sweep, f"arm-{arm}", arm) for arm in self.arms if arm != names.SFT]
+        work += [partial(sweep, arm) for arm in self.arms if arm != names.SFT]
         with ThreadPoolExecutor(len(work)) as side_by_side:
             jobs = [side_by_side.submit(each) for each in work]
         if self.arms:
-            sweep("sweep", *self.arms)
+            self.qrl(f"sweep-{size}-{seed}", "sweep", *recipe, *words, ",".join(self.arms))
         for job in jobs:
             job.result()  # raises what a job has raised
 
@@ -176,7 +179,9 @@ class Work:
         train = {"learning_rate": shape.learning_rate, "micro_batch": shape.micro_batch}
         whole = {"extends": self.recipe, **self.changes, "train": train | self.changes.get("train", {})}
         with self.alone(size):
-            path.write_text(json.dumps(whole))  # which is YAML, too
+            text = json.dumps(whole)  # which is YAML, too
+            if not path.is_file() or path.read_text() != text:
+                path.write_text(text)
         return str(path)
 
     def untrained(self, size: str, suffix: str, seed: int, recipe: Sequence[str]) -> None:
