@@ -321,7 +321,8 @@ def test_a_control_as_accurate_as_grpo_is_told_apart_from_others(frame):
     text = page.write(findings(pd.concat([frame, control.assign(variant="pretrained")]))).replace("\n", " ")
     assert "differs from GRPO's by −0.200" in text and "and 0.000 [" in text
     assert (
-        "Where both are as accurate, at m25 (0.900), the largest of 2 differences is" in text and "at m3 (" not in text
+        "At m25, where both are equally accurate (0.900), the largest of 2 differences is" in text
+        and "At m3, where" not in text
     )
 
 

@@ -61,8 +61,8 @@ def write(found: Findings, why: pd.DataFrame | None = None) -> str:
         *(["**Methods in four bits** (exploratory):", methods(found)] if found.methods else []),
         *_correlations(found.correlations, found.near),
         f"**What moved?** (exploratory) {moved}" if moved else "",
-        f"{_left_out(found)}Some families of tests and settings were fixed or changed on the way: [design and "
-        f"deviations](../README.md). [All tables](tables.md). Both are made by `{COMMAND}`.",
+        f"{_left_out(found)}Some tests and settings were fixed or changed after outcomes were seen: [design and "
+        f"deviations](../README.md). [All tables](tables.md). Page and tables are made by `{COMMAND}`.",
     ]
     return "\n\n".join(_wrapped(part) for part in parts if part) + "\n"
 
@@ -168,7 +168,7 @@ def _equal(found: Findings, control: str, sizes: Sequence[str]) -> str:
         by_scheme = {q: each.by_size[size] for q, each in found.excesses[control].items()}
         scheme, full = _largest(by_scheme), _accuracy(found.answers, size, control, FULL)
         said += (
-            f" Where both are as accurate, at {size} ({full:.3f}), the largest of {len(by_scheme)} differences is "
+            f" At {size}, where both are equally accurate ({full:.3f}), the largest of {len(by_scheme)} differences is "
             f"{interval(by_scheme[scheme])}, under `{scheme}` (exploratory)."
         )
     return said
