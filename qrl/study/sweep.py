@@ -142,7 +142,7 @@ def _say_changes(first: str, arms: list[Arm], overrides: dict[str, str]) -> None
     for arm in arms[1:]:
         for key, own in replaced(arm, overrides).items():
             said = f"{arm.name} would train with {key}={own}, but {key}={overrides[key]} holds for every method"
-            click.secho(f"      {said}: leave it out, or write it into --recipe.", fg="yellow", err=True)
+            click.secho(f"      {said}: leave the option out, or write it into --recipe.", fg="yellow", err=True)
 
 
 def _check(name: str, arms: dict[int, list[Arm]], typed: dict[str, str], first: str, *, yes: bool) -> _Target:

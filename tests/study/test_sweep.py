@@ -218,7 +218,7 @@ def test_an_option_that_replaces_a_methods_own_training_is_told(capsys):
     said = [line.strip() for line in capsys.readouterr().err.splitlines() if "holds for every method" in line]
     assert said == [
         "tiny-qlora would train with train.learning_rate=0.001, but train.learning_rate=2e-5 holds for every method: "
-        "leave it out, or write it into --recipe."
+        "leave the option out, or write it into --recipe."
     ]
 
 

@@ -21,7 +21,8 @@ from qrl.errors import BadInput
 from qrl.stats import LEVEL, Estimate, quantile
 
 GRPO, BASE, SFT, FULL = names.GRPO, names.BASE, names.SFT, names.FULL
-CONTROLS = (SFT, PRETRAINED := "pretrained")
+PRETRAINED = "pretrained"
+CONTROLS = (SFT, PRETRAINED)
 PRIMARY, MARGIN = "gptq", 0.02
 CLIFF = ("w8a16", "gptq", names.GPTQ_INT3, names.GPTQ_INT2)  # 8, 4, 3, 2 bits
 PARAMETERS = {"m3": 2.5e6, "m10": 8e6, "m25": 24e6, "m200": 200e6}
@@ -171,4 +172,4 @@ def answer(value: Estimate) -> str:
         return f"{said}, but by less than {MARGIN}" if within else said
     if within:
         return f"{where} RL changes what quantization costs by less than {MARGIN}"
-    return f"{where} inconclusive: these questions cannot tell"
+    return f"{where} the result is inconclusive: these questions cannot tell"

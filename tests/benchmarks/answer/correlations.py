@@ -10,6 +10,7 @@ from contrasts import FULL, GRPO
 MEASURES = ("relative_mse", "code_flip_rate", "update_survival", "update_cosine")  # per cell of grpo, over matrices
 BEHAVIOUR = ("kl", "top1_agreement")  # per cell of grpo, on held-out solutions
 DRAWS = 20_000
+FEW = 3  # cells; fewer have no correlation
 HEAD = (
     "measure",
     "Spearman's correlation with the loss",
@@ -93,8 +94,7 @@ def correlations(cells: pd.DataFrame, most: float = np.inf, draws: int = DRAWS) 
         values = known.to_numpy()
         training = known.index.droplevel("scheme").factorize()[0]
         scheme = known.index.get_level_values("scheme").factorize()[0]
-        (rho,) = _spearman(values, np.ones((1, len(values))))
-        if len(known) < 3 or np.isnan(rho):
+        if len(known) < FEW or np.isnan(rho := _spearman(values, np.ones((1, len(values))))[0]):
             continue
         counts, drawn = (training.max() + 1, scheme.max() + 1), np.full(1, np.nan)
         if min(counts) > 1:
@@ -110,9 +110,10 @@ def correlations(cells: pd.DataFrame, most: float = np.inf, draws: int = DRAWS) 
 
 
 def _within(known: pd.DataFrame, key: str) -> float:
-    """Return the mean of the correlations within the groups of a key."""
-    each = [_spearman(part.to_numpy(), np.ones((1, len(part))))[0] for _, part in known.groupby(key, observed=True)]
-    return float(np.nanmean(each)) if not np.isnan(each).all() else float("nan")
+    """Return the mean of the correlations within the groups of a key; nan if none has one."""
+    parts = [part.to_numpy() for _, part in known.groupby(key, observed=True) if len(part) >= FEW]
+    each = [rho for part in parts if not np.isnan(rho := _spearman(part, np.ones((1, len(part))))[0])]
+    return float(np.mean(each)) if each else float("nan")
 
 
 def _spearman(values: np.ndarray, often: np.ndarray) -> np.ndarray:
@@ -125,7 +126,7 @@ def _spearman(values: np.ndarray, often: np.ndarray) -> np.ndarray:
     total, scores = often.sum(axis=1, keepdims=True), []
     for column in values.T:
         _, place = np.unique(column, return_inverse=True)
-        tied = often @ np.eye(place.max() + 1)[place] if len(place) else often  # rows of each value
+        tied = often @ np.eye(place.max() + 1)[place]  # rows of each value
         ranks = (np.cumsum(tied, axis=1) - tied / 2)[:, place]
         scores.append(ranks - (often * ranks).sum(axis=1, keepdims=True) / total)
     cross, *own = ((often * a * b).sum(axis=1) for a, b in ((scores[0], scores[1]), *zip(scores, scores, strict=True)))

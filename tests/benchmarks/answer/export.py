@@ -86,8 +86,9 @@ def quantized(store: str, base: str, seed: int | None) -> dict[tuple[str, str], 
     from mlflow import MlflowClient
 
     client, found = MlflowClient(store), {}
-    query = f"{FINISHED} and tags.`{names.TAG_STEP}` = 'quantize' and tags.`{names.TAG_VARIANT}` != ''"
-    for run in client.search_runs(["0"], query, max_results=5000):
+    for run in _runs(
+        store, f"{FINISHED} and tags.`{names.TAG_STEP}` = 'quantize' and tags.`{names.TAG_VARIANT}` != ''"
+    ):
         parent = client.get_run(run.data.tags["mlflow.parentRunId"]).data.params
         if parent["model"] == base and seed in (None, int(parent["seed"])):
             found[run.data.tags[names.TAG_VARIANT], run.data.tags[names.TAG_SCHEME]] = address(store, run)

@@ -13,6 +13,7 @@ from contrasts import (
     GRPO,
     MARGIN,
     PARAMETERS,
+    PRETRAINED,
     PRIMARY,
     SEEDS,
     SFT,
@@ -36,7 +37,7 @@ BROKEN = 0.1  # accuracy below which a model is as good as broken
 BITS = dict(zip(CLIFF, (8, 4, 3, 2), strict=True))
 BESIDE = {
     SFT: "as many steps of supervised fine-tuning on the same questions, with one solution each",
-    "pretrained": "a model of the same shape made from text with fewer errors",
+    PRETRAINED: "a model of the same shape made from text with fewer errors",
 }
 COMMAND = "python tests/benchmarks/answer/report.py tests/benchmarks/answer/export --out DIR"
 
@@ -58,7 +59,14 @@ def write(found: Findings, why: pd.DataFrame | None = None) -> str:
         "![Accuracy lost to quantization, by bits](bits.png)",
         *_shares(found),
         *_growth(found),
-        *(["**Methods in four bits** (exploratory):", methods(found)] if found.methods else []),
+        *(
+            [
+                "**Methods in four bits** (exploratory; beside another scheme, the schemes differ as well):",
+                methods(found),
+            ]
+            if found.methods
+            else []
+        ),
         *_correlations(found.correlations, found.near),
         f"**What moved?** (exploratory) {moved}" if moved else "",
         f"{_left_out(found)}Some tests and settings were fixed or changed after outcomes were seen: [design and "
@@ -266,11 +274,11 @@ def _growth(found: Findings) -> list[str]:
     base, most = found.slopes(BASE), _largest({scheme: tests[scheme].value for scheme in shown})
     falls = all(tests[scheme].value.estimate < 0 for scheme in shown)
     larger = found.slopes(GRPO, 1).get(most)
-    without = f" Without {sizes[0]} it is {interval(larger)}." if larger else ""
+    without = f" Without {sizes[0]}, GRPO's is {interval(larger)}." if larger else ""
     return [
         f"{title}Under {len(shown)} of {len(tests)} schemes ({_code(shown)}) the line of GRPO's loss over these bases "
-        f"{'falls' if falls else 'changes'} with size (Holm, {100 * ALPHA:.0f} %, over seeds), most under `{most}`: by "
-        f"{interval(tests[most].value)} per tenfold increase in parameters, and by {interval(base[most])} before GRPO."
+        f"{'falls' if falls else 'changes'} with size (Holm, {100 * ALPHA:.0f} %, over seeds), most under `{most}`: "
+        f"{interval(tests[most].value)} per tenfold increase in parameters, {interval(base[most])} before GRPO."
         f"{without} The intervals leave out how far sizes lie from the line, and that bases differ in more than size."
     ]
 

@@ -63,7 +63,7 @@ TRAINED = {names.GRPO: (names.GRPO, "none"), names.SFT: (names.SFT, "none"), FP8
 # Variant → its tag in the store, what its rollouts are quantized to.
 PACKED = {"fp8": "packed", "nvfp4": "packed", "int8": "int8"}
 # Scheme that rounds activations, so that it is not answered unpacked → which evaluation answers it; int8 is slow.
-QAD, DISTILLED = "qad-int4", "distilled"  # an arm, and its control, which is quantized afterwards
+QAD = "qad-int4"  # the arm whose control, `distilled`, is quantized afterwards
 ARMS = ("sft", "tiny-qlora", "qat-int4", QAD)
 THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}  # of a command: many run side by side
 CHECK = {  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
@@ -158,8 +158,8 @@ class Work:
             with self.training:
                 whole = self.qrl(f"arm-{arm}-{size}-{seed}", "sweep", *recipe, *words, arm, *schemes)
             if whole and arm == QAD:
-                control = export.trained(self.store, DISTILLED, **{"train.teacher": grpo})
-                self.cells(DISTILLED, control, base, seed, recipe)
+                control = export.trained(self.store, names.DISTILLED, **{"train.teacher": grpo})
+                self.cells(names.DISTILLED, control, base, seed, recipe)
 
         variants = [names.GRPO, *({names.SFT} & set(self.arms))] if self.arms else []
         variants += [FP8] if self.fp8 else []
@@ -232,16 +232,8 @@ class Work:
         """
         untrained = model == base
         name = f"quantize-{variant}-{Path(base).name}" + ("" if untrained else f"-{seed}")
-        words = [
-            "--model",
-            base,
-            "--seed",
-            str(seed),
-            "--scheme",
-            ",".join(self.schemes),
-            "--models",
-            f"{variant}={model}",
-        ]
+        words = ["--model", base, "--seed", str(seed), "--models", f"{variant}={model}"]
+        words += ["--scheme", ",".join(self.schemes)]
         with self.alone(name):
             if not self.qrl(name, "quantize", *recipe, *words):
                 return {}
