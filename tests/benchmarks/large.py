@@ -35,7 +35,7 @@ SHAPES = {  # of `python -m qrl.tiny.make`
 }
 RECIPES = {"8b": "qwen3-8b-qlora-deepmath", "32b": "qwen3-8b-qlora-deepmath"}
 RECIPES |= {"check": "qwen3-math-qlora"}  # the same, without vLLM's settings
-SCHEMES = {"8b": names.AWQ, "32b": "rtn-int4", "check": "awq-ct"}
+SCHEMES = {"8b": names.AWQ, "32b": names.FP8, "check": "awq-ct"}
 TRAINED = {
     "8b": "--train.questions 500 --rollout.kv_cache_gib 20 --rollout.compile false",
     "check": "--device cpu --train.questions 32 --train.prompts_per_step 2 --train.max_completion_tokens 8 "

@@ -1,4 +1,4 @@
-"""Train on two GPUs of one machine beside one GPU: throughput, memory, and whether a second run is the same.
+"""Train on two and four GPUs of one machine beside one GPU: throughput, memory, and whether a second run is the same.
 
     python tests/benchmarks/parallel.py WORK                       # all cases, 30 minutes on two GPUs
     python tests/benchmarks/parallel.py WORK --cases one,ddp
@@ -6,12 +6,14 @@
 
 A case is `python -m qrl train`: Qwen2.5-1.5B's shape with random weights, 64 questions × 8 completions of 256 tokens a
 step, all weights trained, vLLM for rollouts. Prints completions per second of the median step, the first left out, the
-ratio to the case with one GPU (goal for `ddp`: 1.85), and the first process's peak memory. Output goes to WORK/logs,
-figures to WORK/parallel.json; a second call does what is left.
+ratio to the case with one GPU (goals: 1.85 on two, 3.5 on four), and the first process's peak memory. Output goes to
+WORK/logs, figures to WORK/parallel.json; a second call does what is left.
 
 one         one GPU
 ddp         two processes share the step, each with an engine
 double      the same with twice the questions: as much work for a GPU as with one
+four        four processes share the step, and
+quad        the same with four times the questions: only if named, for both need four GPUs
 again       `ddp` once more under the same seed: which measures of each step are the same?
 fsdp2       weights, gradients and optimizer states are divided
 fsdp2-fp32, zero3       the same in fp32, by FSDP and by DeepSpeed, which must be installed: only if named
@@ -45,8 +47,10 @@ import rollouts
 from qrl import names, tiny
 from qrl.engine import vllm_support
 
-DDP, FSDP2 = ("--train.parallel", "ddp"), ("--train.parallel", "fsdp2")
-FP32 = ("--train.dtype", "fp32")
+PAIR = ("--train.processes", "2", "--train.parallel")
+DDP, FSDP2 = (*PAIR, "ddp"), (*PAIR, "fsdp2")
+FOUR = ("--train.processes", "4", "--train.parallel", "ddp")
+FP32 = ("--train.dtype", "fp32", "--train.micro_batch", "16")
 QAT = ("--train.qat", "nvfp4-a4")
 SMALL = ("--train.prompts_per_step", "8", "--train.micro_batch", "8")
 URL = "http://127.0.0.1:8018"
@@ -55,10 +59,12 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it i
     "one": ("", ()),
     "ddp": ("one", DDP),
     "double": ("one", (*DDP, "--train.prompts_per_step", "128")),
+    "four": ("one", FOUR),
+    "quad": ("one", (*FOUR, "--train.prompts_per_step", "256")),
     "again": ("ddp", DDP),
     "fsdp2": ("one", FSDP2),
     "fsdp2-fp32": ("", (*FSDP2, *FP32)),
-    "zero3": ("fsdp2-fp32", ("--train.parallel", "zero3", *FP32)),
+    "zero3": ("fsdp2-fp32", (*PAIR, "zero3", *FP32)),
     "server": ("one", (*DDP, *SERVED)),
     "tensor": ("one", SERVED),
     "qat": ("one", QAT),
@@ -70,14 +76,14 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it i
     "8b-fsdp2": ("", (*FSDP2, *SMALL)),
     "8b-qat-fsdp2": ("8b-fsdp2", (*FSDP2, *QAT, *SMALL)),
 }
-NAMED = {"tensor", "fsdp2-fp32", "zero3"}  # that run only if they are named
+NAMED = {"four", "quad", "tensor", "fsdp2-fp32", "zero3"}  # that run only if they are named
 ALONE = {"one", "qat", "distil", "tensor"}  # that see the first GPU only
 SERVERS = {
     "server": ({"CUDA_VISIBLE_DEVICES": "1"}, ()),
     "tensor": ({"CUDA_VISIBLE_DEVICES": "1,2"}, ("--tensor-parallel-size", "2")),
 }
 SAME = ("reward", "completion_tokens", "loss", "grad_norm")  # by which two runs of a seed are compared
-CACHE_GIB = 12  # of keys and values; with a fixed size an engine does not measure free memory, which other jobs change
+CACHE_GIB = 8  # of keys and values; with a fixed size an engine does not measure free memory, which other jobs change
 USUAL = "--train.method full --train.dtype bf16 --train.gradient_checkpointing true --train.learning_rate 1e-6 "
 USUAL += "--train.prompts_per_step 64 --train.generations 8 --train.micro_batch 64 --train.max_completion_tokens 256 "
 USUAL += "--train.questions 256 --rollout.engine vllm "
@@ -105,7 +111,6 @@ def measure(name: str, work: Path, steps: int, *, check: bool) -> dict:
         str(steps),
         *own,
     ]
-    words += ["--train.processes", "2"] if check and set(DDP) <= set(own) else []
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     seen = {"CUDA_VISIBLE_DEVICES": first} if name in ALONE and not check else {}
     variables = os.environ | {"MLFLOW_TRACKING_URI": store, "PYTHONPATH": export.with_checkout(), "TQDM_DISABLE": "1"}
