@@ -28,6 +28,7 @@ FOLDER = "QRL_FOLDER"  # the folder in which the launching command was typed; ML
 FIRST = "QRL_FIRST"  # pid of the first of several processes that train together, for those that it started
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _NEVER = -1, -3, 1 << 30  # glibc's mallopt
+_swallowing = False
 
 
 @contextmanager
@@ -76,7 +77,7 @@ def die_with_parent(launcher: int = 0, by: signal.Signals = signal.SIGTERM) -> N
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
-    if os.getppid() != parent or (launcher and _is_gone(launcher)):  # it died before the request
+    if os.getppid() != parent or (launcher and is_gone(launcher)):  # it died before the request
         os.kill(os.getpid(), by)
 
 
@@ -86,13 +87,33 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _is_gone(pid: int) -> bool:
+def is_gone(pid: int) -> bool:
+    """Return whether a process has ended, also if its parent has not noticed."""
     import psutil
 
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+@contextmanager
+def swallowing() -> Iterator[None]:
+    """Say of a block that others' code in it may swallow what a stop signal raises, as a poll of ZeroMQ does.
+
+    A signal then ends the process where it stands, instead of waiting for a block that will not be left.
+    """
+    global _swallowing  # noqa: PLW0603
+    _swallowing = True
+    try:
+        yield
+    finally:
+        _swallowing = False
+
+
+def swallows() -> bool:
+    """Return whether a block of `swallowing` runs."""
+    return _swallowing
 
 
 @contextmanager

@@ -96,7 +96,7 @@ class Vllm(AbstractContextManager):
         self.name = f"{NAME} {vllm.__version__}"
         self._sampling = vllm.SamplingParams
         try:
-            with process.deaf_children():
+            with process.deaf_children(), process.swallowing():
                 self._llm = vllm.LLM(
                     model=str(path.resolve()),
                     dtype=_DTYPES[dtype],

@@ -25,7 +25,7 @@ from qrl.serve.log import EngineLog, Write
 from qrl.workspace import Scratch
 
 # From SIGTERM to SIGKILL; a running answer may finish.
-GRACE_LOADING_S, GRACE_SERVING_S = 5, engines.DRAIN_S + 5
+GRACE_LOADING_S, GRACE_SERVING_S = 1, engines.DRAIN_S + 5
 
 
 class Engine(contextlib.AbstractContextManager):

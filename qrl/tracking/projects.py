@@ -14,7 +14,7 @@ from mlflow.tracking.fluent import _get_experiment_id
 
 from qrl import names
 from qrl.errors import first_line
-from qrl.tracking import contents, model_files, runs, signals, store
+from qrl.tracking import contents, model_files, models, runs, signals, store
 
 NOT_BEGUN = "Its process ended before it began: it was killed, or its environment is broken; see the output above."
 _MANAGER = "mlflow.project.env"
@@ -120,6 +120,10 @@ def _marked_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
     elif not finished and int(run.data.tags.get(names.TAG_EXIT_CODE, 1)) <= 128:
         return False  # it had failed by itself
     client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
+    if not finished:  # the step may have been ended where it stood
+        models.abandon(run.info.experiment_id, run_id)
+        for cell in store.running(f" and tags.`{runs.PARENT}` = '{run_id}'"):
+            store.end_dead(cell.info, reason=str(error) or "Stopped by Ctrl-C.")
     return finished
 
 

@@ -3,7 +3,8 @@
 SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. It would leave half a module behind where something is being
 imported, and code may swallow it, as a weak reference's callback does, or wait for an engine that died. In these cases
 the process ends where it stands (`end_now`): it kills its children, and a fresh interpreter in its place ends its runs
-and waits until the children are gone, since freeing a GPU takes a moment.
+and waits until the children are gone, since freeing a GPU takes a moment. A step that another command of ours launched
+leaves its runs to that one, which need not import MLflow first.
 
 A process that `mlflow run` started also requests SIGTERM from the kernel for its parent's death, because MLflow dies of
 a signal without passing it on.
@@ -23,7 +24,7 @@ from typing import NoReturn
 
 import psutil
 
-from qrl.process import adopt_orphans, die_with_parent
+from qrl.process import adopt_orphans, die_with_parent, is_gone, swallows
 
 LAUNCHER = "QRL_LAUNCHER"  # pid of the process of ours that launches a step, in the step's environment
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -36,6 +37,7 @@ _GONE_S = 5  # to wait for processes that were killed
 _IMPORT = "<frozen importlib"  # begins the file name of the interpreter's own code that imports
 _unwind_s = _UNWIND_S
 _stopping = False
+_launcher = 0  # pid of the process of ours that launched this one
 _ends = False  # whether this process is one of our commands, which a signal ends; a notebook goes on after Ctrl-C
 _LONGEST_BOOT = 10**9  # seconds; more are since the epoch
 
@@ -59,7 +61,7 @@ def guard(*, caught: bool = True, ends: bool = False) -> None:
     Unless the exception is `caught` by now, a signal ends the process where it stands. `ends` says that this process
     is a command, which has to end after a signal; any other is left to its own ways once the exception is raised.
     """
-    global _ends  # noqa: PLW0603
+    global _ends, _launcher  # noqa: PLW0603
     _ends = _ends or ends
     if threading.current_thread() is not threading.main_thread():
         return
@@ -76,7 +78,7 @@ def guard(*, caught: bool = True, ends: bool = False) -> None:
         if _stopping:  # Ctrl-C reaches a whole process group, and MLflow then sends SIGTERM as well: unwind once
             return
         _stopping = True
-        if not caught or _imports(frame):
+        if not caught or swallows() or _imports(frame):
             end_now(signum)
         if _unwind_s:
             signal.signal(signal.SIGALRM, lambda *_: end_now(signum))
@@ -92,7 +94,8 @@ def guard(*, caught: bool = True, ends: bool = False) -> None:
     if ends:  # registered first, called last: the command is done, but would die while the interpreter is torn down
         atexit.register(lambda: [signal.signal(signum, signal.SIG_IGN) for signum in _SIGNALS])
     if os.environ.get("MLFLOW_RUN_ID"):
-        die_with_parent(int(os.environ.pop(LAUNCHER, 0)))
+        _launcher = int(os.environ.pop(LAUNCHER, _launcher))
+        die_with_parent(_launcher)
 
 
 def patient(*, forever: bool = False) -> None:
@@ -108,7 +111,8 @@ def end_now(signum: int) -> NoReturn:
         os.write(2, f"{stopped} Run the same command again to resume.\n".encode())
     adopt_orphans()
     kill_children()
-    if "mlflow" not in sys.modules and "MLFLOW_RUN_ID" not in os.environ:
+    untracked = "mlflow" not in sys.modules and "MLFLOW_RUN_ID" not in os.environ
+    if untracked or (_launcher and not is_gone(_launcher)):
         bury_children()
         os._exit(stopped.code)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in the fresh interpreter too

@@ -84,23 +84,24 @@ def create(
     os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # TRL's 29500 collides when two trainings start together
     room = memory.free()
     try:
-        engine = LLM(
-            model=model,
-            dtype="bfloat16",
-            quantization=FP8 if fp8 else None,
-            kv_cache_dtype=settings.kv_cache,
-            **vllm.shares(settings.gpu_memory_utilization, settings.kv_cache_gib),
-            max_model_len=settings.max_model_tokens,
-            max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
-            **_batches(sequences, fp8=fp8 or (real and qat == "fp8"), compiled=settings.compile),
-            enable_sleep_mode=sleeps,
-            distributed_executor_backend="external_launcher",
-            logprobs_mode="raw_logprobs" if whole else "processed_logprobs",  # the latter: at the temperature
-            seed=rank,
-            trust_remote_code=False,
-            **rounds,
-            **(slot or {}),
-        )
+        with process.swallowing():
+            engine = LLM(
+                model=model,
+                dtype="bfloat16",
+                quantization=FP8 if fp8 else None,
+                kv_cache_dtype=settings.kv_cache,
+                **vllm.shares(settings.gpu_memory_utilization, settings.kv_cache_gib),
+                max_model_len=settings.max_model_tokens,
+                max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
+                **_batches(sequences, fp8=fp8 or (real and qat == "fp8"), compiled=settings.compile),
+                enable_sleep_mode=sleeps,
+                distributed_executor_backend="external_launcher",
+                logprobs_mode="raw_logprobs" if whole else "processed_logprobs",  # the latter: at the temperature
+                seed=rank,
+                trust_remote_code=False,
+                **rounds,
+                **(slot or {}),
+            )
     except Exception as error:  # whatever vLLM raised
         raise memory.unstarted(error, settings, room) from error
     if rounds and not real and not vllm_fakequant.rounding_layers(runner(engine).model):
