@@ -13,7 +13,7 @@ import pytest
 
 import qrl
 from qrl import names
-from qrl.tracking import signals
+from qrl.tracking import projects, signals
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux's processes")]
 
@@ -46,6 +46,20 @@ with runs.step("train") as run:
             print(told, flush=True)
             time.sleep(600)
         except KeyboardInterrupt:  # as code does that waits for an engine which has died
+            print("swallowed", flush=True)
+"""
+STARTING = """
+import time
+from qrl import process
+from qrl.tracking import runs, signals, store
+signals.guard(ends=True)
+store.prepare()
+with runs.step("evaluate"), runs.child("base · full"), process.swallowing():
+    while True:
+        try:
+            print("starting", flush=True)
+            time.sleep(600)
+        except KeyboardInterrupt:  # as a poll of ZeroMQ does
             print("swallowed", flush=True)
 """
 
@@ -97,6 +111,22 @@ def test_a_signal_that_is_swallowed_ends_the_process_its_children_and_its_run(st
     run = mlflow.get_run(run_id)
     assert run.info.status == "KILLED" and run.data.tags[names.TAG_REASON] == "Stopped by SIGTERM."
     assert len(below) == 2 and not any(psutil.pid_exists(int(pid)) for pid in below)  # nor as zombies
+
+
+def test_a_launched_step_ends_where_it_stands_and_leaves_its_runs_to_its_launcher(store):
+    opened = mlflow.MlflowClient().create_run("0").info.run_id  # as a study does
+    own = environment(store, MLFLOW_RUN_ID=opened, **{signals.LAUNCHER: str(os.getpid())})
+    how = {"env": own, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", STARTING], **how) as process:
+        assert process.stdout.readline() == "starting\n"
+        process.terminate()
+        printed, told = process.communicate(timeout=300)
+    assert process.returncode == 143 and "swallowed" not in printed and "Traceback" not in told, (printed, told)
+    left = {run.info.status for run in mlflow.search_runs(output_format="list")}
+    assert left == {"RUNNING"}  # whoever imports MLflow anew to end them takes seconds
+    assert not projects.mark_stopped(opened, signals.Stopped(signal.SIGTERM))
+    ended = [(run.info.status, run.data.tags[names.TAG_REASON]) for run in mlflow.search_runs(output_format="list")]
+    assert ended == [("KILLED", "Stopped by SIGTERM.")] * 2
 
 
 def test_a_signal_in_code_that_cannot_raise_ends_in_a_sentence(store):
