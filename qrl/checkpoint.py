@@ -10,9 +10,11 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,6 +51,7 @@ _REDIRECTS = {"config.json": "configuration_files", "tokenizer_config.json": "fa
 _VOCABULARY = dict.fromkeys(("tokenizer.json", "vocab.*", "merges.txt", *_VOCABULARIES), 128)
 _MOST = {"*.jinja": 1, INDEX: 64, SCALES: 64, **_VOCABULARY, "*": 8}
 _PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+_READERS = 16  # files hashed at once, at most
 _UNSAFE = {".py": "Python code", ".bin": "pickled weights", **dict.fromkeys(_PICKLES, "a pickle")}
 
 
@@ -57,10 +60,14 @@ class Checkpoint:
     """A folder that passed every check."""
 
     path: Path
-    digest: str  # sha256, as `digest` computes it
     bytes: int  # size of the weight files
     dtype: str  # of most floating-point weights, such as "bfloat16"
     quantization: str | None  # "bitsandbytes", "awq", "compressed-tensors", …; None: full precision
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256, as `digest` computes it, once it is asked for: it reads every byte."""
+        return digest(self.path)
 
 
 def check(path: Path | str, *, need_tokenizer: bool = True, need_chat_template: bool = True) -> Checkpoint:
@@ -87,7 +94,7 @@ def check(path: Path | str, *, need_tokenizer: bool = True, need_chat_template: 
         _check_tokenizer(folder, need_chat_template)
     size = sum((folder / name).stat().st_size for name in shards(folder))
     method = (settings.get("quantization_config") or {}).get("quant_method")
-    return Checkpoint(folder, digest(folder), size, main_dtype(tensors_), method)
+    return Checkpoint(folder, size, main_dtype(tensors_), method)
 
 
 def digest(path: Path | str) -> str:
@@ -95,6 +102,7 @@ def digest(path: Path | str) -> str:
 
     It is the sha256 of a manifest in sha256sum's format ("<sha256 of the file>  <name>", one line per file, sorted by
     name) of `files`: weights, configuration, tokenizer, chat templates and activation scales. Other files do not count.
+    Several files are read at once, for one core reads about 1 GB/s.
 
     Returns:
         64 hexadecimal digits.
@@ -102,14 +110,17 @@ def digest(path: Path | str) -> str:
     Raises:
         BadInput: as `files`, or a file cannot be read.
     """
-    folder, manifest = Path(path), ""
-    for name in files(folder):
+    folder = Path(path)
+
+    def line(name: str) -> str:
         try:
             with open(folder / name, "rb") as file:
-                manifest += f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
+                return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
         except OSError as error:
             raise BadInput(f"{folder / name} cannot be read: {error.strerror}.") from None
-    return hashlib.sha256(manifest.encode()).hexdigest()
+
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
+        return hashlib.sha256("".join(readers.map(line, files(folder))).encode()).hexdigest()
 
 
 def state(path: Path) -> list[tuple]:

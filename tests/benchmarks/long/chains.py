@@ -1,9 +1,11 @@
 """A task with long answers: count up to a number in equal steps, a line for each step. One wrong sum makes it wrong.
 
-The made model sums wrongly now and then, at any line alike: GRPO has to find one bad token among thousands.
+The made model sums wrongly now and then, at any line alike: GRPO has to find a few bad tokens among thousands. Its
+reward is the share of right lines, since a model this small gets no answer of 450 lines wholly right.
 """
 
 import random
+import re
 
 from qrl.tasks import Question, Verdict
 
@@ -34,6 +36,23 @@ def load(split: str, n: int | None, seed: int) -> list[Question]:
         asked = f"Count from {first} to {target} by {step}."
         found[asked] = Question(f"{split}-{asked}", asked, chain(target, first, step), f"{target} {first} {step}")
     return list(found.values())
+
+
+def lines(completions: list[str], answers: list[str]) -> list[float]:
+    """Return of each completion the share of lines that go on rightly from the line before, of those it should have."""
+    return [
+        _share(completion.strip().splitlines(), answer) for completion, answer in zip(completions, answers, strict=True)
+    ]
+
+
+def _share(written: list[str], answer: str) -> float:
+    target, number, step = map(int, answer.split())
+    wanted, right = len(range(number, target, step)) + 1, 0
+    for line in written:
+        right += line in (f"{target} {number}+{step}={number + step}", f"#### {target}")
+        if re.fullmatch(r"[0-9]{1,9}", total := line.rpartition("=")[2]):
+            number = int(total)
+    return right / max(wanted, len(written))
 
 
 def grade(completion: str, answer: str) -> Verdict:

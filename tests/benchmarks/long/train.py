@@ -6,7 +6,7 @@
     python tests/benchmarks/long/train.py WORK --print                  # the table again
 
 Makes a model that counts (chains.py) with a wrong sum in one of a thousand lines, then trains it with `qrl train`, all
-weights, 64 completions a step. Every kind has the same prompts and seed:
+weights, 64 completions a step; the reward is the share of right lines. Every kind has the same prompts and seed:
 
 bf16                vLLM in bf16
 fp8                 vLLM's FP8 kernels, corrected token by token (the default)
@@ -15,12 +15,13 @@ fp8-uncorrected     the same without a correction
 nvfp4-a4            quantization-aware training in NVFP4 W4A4; the engine rounds as the trainer does
 nvfp4-a4-uncorrected
 
-Prints the reward (share of answers with all lines right) in the first and the last quarter of the steps with the
-standard error over steps, k3, token and sequence ESS, and which watchers warned. Output goes to WORK/logs and
+Prints the reward in the first and the last quarter of the steps with the standard error over steps, k3, token and
+sequence ESS, and which watchers warned. Output goes to WORK/logs and
 WORK/*.db; a second call does what is left.
 """
 
 import argparse
+import multiprocessing
 import os
 import random
 import statistics
@@ -42,7 +43,8 @@ from qrl.tasks import Question, prompt
 from qrl.workspace import written_whole
 
 FP8 = ("--rollout.quantization", "fp8")
-QAT = ("--train.qat", "nvfp4-a4")
+TOKENS = 8192
+QAT = ("--train.qat", "nvfp4-a4", "--train.qat_calibration_max_tokens", str(TOKENS))
 PLAIN = ("--rollout.is_correction", "none")
 KINDS = {
     "bf16": (),
@@ -54,7 +56,8 @@ KINDS = {
 }
 SLIP = 1e-3  # share of the sums that are wrong
 SHORT = 25  # lines of most texts of the corpus
-TOKENS = 8192
+PART = 32  # texts that a process makes at once
+WORKERS = 8
 USUAL = "--train.method full --train.prompts_per_step 8 --train.generations 8 --train.micro_batch 4 --train.dtype bf16 "
 USUAL += "--train.learning_rate 4e-5 --train.questions 400 --rollout.engine vllm --rollout.kv_cache_gib 3 "
 USUAL += f"--rollout.compile false --rollout.max_model_tokens {TOKENS + 100} --train.max_completion_tokens {TOKENS}"
@@ -73,17 +76,27 @@ class Chains:
 
     def token_ids(self, folder: Path, first: int, n: int, positions: int, workers: int):
         """Yield the token ids of n texts."""
-        from transformers import AutoTokenizer
+        parts = [(self, folder, positions, number) for number in range(-(-n // PART))]
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            for texts in pool.imap(_tokenized, parts):
+                yield from texts
 
-        tokens, draw = AutoTokenizer.from_pretrained(folder), random.Random(f"corpus {self.seed}")
-        whole = self.lines > SHORT
-        for number in range(n):
-            lines = self.lines if whole else draw.randint(1, self.lines)
-            target, start, step = chains.drawn(draw, lines, range(2, 1000 if whole else 6000, 2))
-            solution = chains.chain(target, start, step, lambda: draw.choice((-1, 1)) * (draw.random() < self.slip))
-            asked = Question(str(number), f"Count from {start} to {target} by {step}.", solution, str(target))
-            text = prompt.training_text(tokens, asked, "plain")
-            yield tokens(text, add_special_tokens=False)["input_ids"][:positions]
+
+def _tokenized(part: tuple[Chains, Path, int, int]) -> list[list[int]]:
+    """Return the token ids of a part of a corpus; in a process of its own."""
+    from transformers import AutoTokenizer
+
+    corpus, folder, positions, number = part
+    tokens, draw = AutoTokenizer.from_pretrained(folder), random.Random(f"corpus {corpus.seed} {number}")
+    whole, made = corpus.lines > SHORT, []
+    for _ in range(PART):
+        lines = corpus.lines if whole else draw.randint(1, corpus.lines)
+        target, start, step = chains.drawn(draw, lines, range(2, 1000 if whole else 6000, 2))
+        solution = chains.chain(target, start, step, lambda: draw.choice((-1, 1)) * (draw.random() < corpus.slip))
+        asked = Question("", f"Count from {start} to {target} by {step}.", solution, str(target))
+        text = prompt.training_text(tokens, asked, "plain")
+        made.append(tokens(text, add_special_tokens=False)["input_ids"][:positions])
+    return made
 
 
 def make(out: Path, work: Path, *, check: bool) -> None:
@@ -99,9 +112,9 @@ def make(out: Path, work: Path, *, check: bool) -> None:
     torch.manual_seed(0)
     device = "cpu" if check else "cuda"
     model = new_model(Shape(vocab=320, positions=TOKENS + 512).whole(), tokens).to(device)
-    limits = {"workers": 0, "save_every": 10_000}
+    limits = {"workers": 1 if check else WORKERS, "save_every": 10_000}
     parts = [(SHORT if not check else 4, Budget(*((600, 512) if not check else (60, 32))))]
-    parts += [] if check else [(chains.LINES, Budget(200, 16, learning_rate=5e-4))]
+    parts += [] if check else [(chains.LINES, Budget(600, 16, learning_rate=5e-4))]
     for number, (lines, budget) in enumerate(parts):
         place = work / f"part{number}"
         place.mkdir(exist_ok=True)
@@ -117,7 +130,9 @@ def trained(kind: str, work: Path, steps: int, *, check: bool) -> str:
     store, log = f"sqlite:///{work}/{kind}.db", work / "logs" / f"{kind}.log"
     if not (line := told(kind, store)):
         variables = os.environ | {"MLFLOW_TRACKING_URI": store, "PYTHONPATH": export.with_checkout()}
-        words = ["--model", str(work / "model"), "--task", str(work / "chains.py"), "--train.max_ngram_share", "1"]
+        task = str(work / "chains.py")
+        words = ["--model", str(work / "model"), "--task", task, "--train.rewards", f"{task}:lines"]
+        words += ["--train.max_ngram_share", "1"]
         words += ["--train.steps", str(steps), *(CHECK if check else USUAL).split(), *KINDS[kind]]
         began = time.monotonic()
         with open(log, "w") as written:
