@@ -92,6 +92,7 @@ def check(path: Path | str, *, need_tokenizer: bool = True, need_chat_template: 
     architecture.check(folder / "config.json", settings, tensors_)
     if need_tokenizer:
         _check_tokenizer(folder, need_chat_template)
+    files(folder)  # refuses what one loader would read and another would not
     size = sum((folder / name).stat().st_size for name in shards(folder))
     method = (settings.get("quantization_config") or {}).get("quant_method")
     return Checkpoint(folder, size, main_dtype(tensors_), method)
