@@ -17,6 +17,7 @@ GATES = (
     "promote.max_loss",
 )  # fields that `--help` shows first
 SPEED = ("model", "device", "evaluate.engine", "benchmark.batches", "benchmark.rounds", "benchmark.new_tokens")
+ENGINE = ("evaluate.dtype", "evaluate.kv_cache_gib", "promote.require_signature")  # of other sections, to load a model
 POSITIVE = Finite(0, min_open=True)
 # What `serve --help` says of the options for vLLM.
 KEY = "Key that clients must send. Prefer the variable QRL_API_KEY: MLflow logs what -P passes."
@@ -44,7 +45,12 @@ def promote_command(typed: Typed, settings, stage: str, cell: str | None, rollba
         promote.promote(settings, listed("--stage", stage), listed("--cell", cell), typed.overrides)
 
 
-@click.command("serve", cls=RecipeCommand, first=("model", "registered_name", "device"))
+@click.command(
+    "serve",
+    cls=RecipeCommand,
+    sections=(*ENGINE, "evaluate.tensor_parallel"),
+    first=("model", "registered_name", "device"),
+)
 @option("--stage", required=True, metavar="base|grpo|awq|N", help="Stage or version number to serve.")
 @option("--host", default="127.0.0.1", help="Address to listen on.")
 @option("--port", default=8000, type=click.IntRange(1, 65535), help="Port to listen on.")
@@ -71,7 +77,12 @@ def serve_command(typed: Typed, settings, **options) -> None:
     typed.run("serve", options["engine"], check, partial(serve.serve, settings, **options))
 
 
-@click.command("benchmark", cls=RecipeCommand, sections=("benchmark",), first=SPEED)
+@click.command(
+    "benchmark",
+    cls=RecipeCommand,
+    sections=("benchmark", *ENGINE, "evaluate.engine", "evaluate.gpu_memory_utilization"),
+    first=SPEED,
+)
 @option("--stages", metavar="STAGE|N,…", help="Stages or versions. [default: all that exist, and base under AWQ]")
 @option("--models", metavar="VARIANT:SCHEME=MODEL,…", help="Models to measure instead of stages.")
 @option("--url", metavar="URL", help="Measure a running server of the first model with `vllm bench serve`.")

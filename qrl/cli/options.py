@@ -66,7 +66,8 @@ class RecipeCommand(click.Command):
         **kwargs,
     ):
         super().__init__(*args, **kwargs)
-        self.sections, self.first, self.checkout = sections, first, checkout  # first: the fields that `--help` shows
+        self.sections, self.checkout = sections, checkout  # sections, or single fields, that it reads
+        self.first = first  # the fields that `--help` shows
         self.auto = auto  # the recipe where none is named
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -96,7 +97,7 @@ class RecipeCommand(click.Command):
         which = "Recipe to start from: a name from `qrl recipes`, or a YAML file. auto: by model, task and device."
         options = [click.Option(["--recipe", "recipe_name"], default="auto", metavar="NAME|FILE.yaml", help=which)]
         for key, (annotation, description) in recipe.fields().items():
-            read = "." not in key or key.split(".", maxsplit=1)[0] in (*self.sections, "chat")
+            read = "." not in key or {key, key.split(".", maxsplit=1)[0]} & {*self.sections, "chat"}
             value = "" if values[key] in ("null", "") else f"  [{Path(name).stem}: {values[key]}]"
             words = {"metavar": recipe.type_name(annotation), "help": description + value}
             hidden = not read or not (all_shown or key in self.first)

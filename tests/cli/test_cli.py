@@ -463,6 +463,18 @@ def test_help_shows_the_values_of_the_recipe_that_would_run(words, name):
         assert f"[{name}: {values[key]}]" in text
 
 
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["serve", "--help-all"], "evaluate.tensor_parallel"),
+        (["serve", "--help-all"], "evaluate.kv_cache_gib"),
+        (["benchmark", "--help"], "evaluate.engine"),
+    ],
+)
+def test_help_shows_the_single_fields_that_a_command_reads_of_other_sections(words, key):
+    assert f"--{key} " in shown(*words) and "--train.steps" not in shown(*words)
+
+
 def test_help_imports_nothing_heavy():
     code = "import sys\nfrom qrl.cli import cli\n"
     code += "for name in cli.commands: cli.main([name, '--help'], standalone_mode=False)\n"
