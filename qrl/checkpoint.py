@@ -10,11 +10,11 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,7 +120,7 @@ def digest(path: Path | str) -> str:
         except OSError as error:
             raise BadInput(f"{folder / name} cannot be read: {error.strerror}.") from None
 
-    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
+    with ThreadPool(min(_READERS, os.cpu_count() or 1)) as readers:  # whose threads no end of the process waits for
         return hashlib.sha256("".join(readers.map(line, files(folder))).encode()).hexdigest()
 
 
