@@ -14,9 +14,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Thread
+from typing import TYPE_CHECKING, BinaryIO
 
 from qrl.errors import BadInput
 from qrl.files import reading
@@ -92,7 +92,8 @@ def check(path: Path | str, *, need_tokenizer: bool = True, need_chat_template: 
     architecture.check(folder / "config.json", settings, tensors_)
     if need_tokenizer:
         _check_tokenizer(folder, need_chat_template)
-    files(folder)  # refuses what one loader would read and another would not
+    for name in files(folder):  # which refuses what one loader would read and another would not
+        _open(folder / name).close()
     size = sum((folder / name).stat().st_size for name in shards(folder))
     method = (settings.get("quantization_config") or {}).get("quant_method")
     return Checkpoint(folder, size, main_dtype(tensors_), method)
@@ -103,7 +104,7 @@ def digest(path: Path | str) -> str:
 
     It is the sha256 of a manifest in sha256sum's format ("<sha256 of the file>  <name>", one line per file, sorted by
     name) of `files`: weights, configuration, tokenizer, chat templates and activation scales. Other files do not count.
-    Several files are read at once, for one core reads about 1 GB/s.
+    Several files are read at once, for one core hashes about 1 GB/s.
 
     Returns:
         64 hexadecimal digits.
@@ -111,17 +112,41 @@ def digest(path: Path | str) -> str:
     Raises:
         BadInput: as `files`, or a file cannot be read.
     """
-    folder = Path(path)
+    folder, wanted = Path(path), files(path)
+    hashes: dict[str, str] = {}
+    errors: list[BadInput] = []
+    waiting = iter(wanted)
 
-    def line(name: str) -> str:
+    def read() -> None:
         try:
-            with open(folder / name, "rb") as file:
-                return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {name}\n"
+            for name in waiting:
+                with _open(folder / name) as file:
+                    hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        except BadInput as error:
+            errors.append(error)
         except OSError as error:
-            raise BadInput(f"{folder / name} cannot be read: {error.strerror}.") from None
+            errors.append(_unreadable(folder / name, error))
 
-    with ThreadPool(min(_READERS, os.cpu_count() or 1)) as readers:  # whose threads no end of the process waits for
-        return hashlib.sha256("".join(readers.map(line, files(folder))).encode()).hexdigest()
+    # Daemons, since an end of the process must not wait for them, as it does for those of concurrent.futures.
+    threads = [Thread(target=read, daemon=True) for _ in range(min(_READERS, os.cpu_count() or 1, len(wanted)))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return hashlib.sha256("".join(f"{hashes[name]}  {name}\n" for name in wanted).encode()).hexdigest()
+
+
+def _open(file: Path) -> BinaryIO:
+    try:
+        return file.open("rb")
+    except OSError as error:
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, error: OSError) -> BadInput:
+    return BadInput(f"{file} cannot be read: {error.strerror}.")
 
 
 def state(path: Path) -> list[tuple]:

@@ -273,6 +273,20 @@ def test_the_digest_covers_every_vocabulary_file_that_transformers_knows():
     assert {"tokenizer.json", "spiece.model"} <= named and not missing
 
 
+def test_an_unreadable_file_is_refused_by_its_name(folder, monkeypatch):
+    real = Path.open
+
+    def denied(path: Path, *how):
+        if path.name == "tokenizer.json":
+            raise PermissionError(13, "Permission denied")
+        return real(path, *how)
+
+    monkeypatch.setattr(Path, "open", denied)  # root may read every file
+    for read in (checkpoint.digest, checkpoint.check):
+        with pytest.raises(BadInput, match=r"tokenizer\.json cannot be read: Permission denied\."):
+            read(folder)
+
+
 @pytest.mark.parametrize("name", ["extra.safetensors", "consolidated.safetensors", "a.gguf", "adapter_config.json"])
 def test_weights_that_one_loader_reads_and_another_does_not_are_refused(folder, name):
     (folder / name).write_text("{}")

@@ -97,10 +97,9 @@ class RecipeCommand(click.Command):
         which = "Recipe to start from: a name from `qrl recipes`, or a YAML file. auto: by model, task and device."
         options = [click.Option(["--recipe", "recipe_name"], default="auto", metavar="NAME|FILE.yaml", help=which)]
         for key, (annotation, description) in recipe.fields().items():
-            read = "." not in key or {key, key.split(".", maxsplit=1)[0]} & {*self.sections, "chat"}
             value = "" if values[key] in ("null", "") else f"  [{Path(name).stem}: {values[key]}]"
             words = {"metavar": recipe.type_name(annotation), "help": description + value}
-            hidden = not read or not (all_shown or key in self.first)
+            hidden = not self._reads(key) or not (all_shown or key in self.first)
             options.append(click.Option([f"--{key}", _identifier(key)], **words, hidden=hidden))
         show_all = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
         options.append(click.Option(["--help-all"], **show_all, help="Show this with every option, and exit."))
@@ -137,6 +136,10 @@ class RecipeCommand(click.Command):
         ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
         return super().invoke(ctx)
 
+    def _reads(self, key: str) -> bool:
+        """Return whether this command reads a field, as far as its sections say."""
+        return "." not in key or not {key, key.split(".", maxsplit=1)[0]}.isdisjoint((*self.sections, "chat"))
+
     def _inherited(self, own: dict[str, str], overrides: dict[str, str]) -> dict[str, str]:
         """Return the settings of the run that made the result given in an option, and print which they are."""
         text = " ".join(own.values())
@@ -150,7 +153,7 @@ class RecipeCommand(click.Command):
             return {}
         newest, *others = origins
         base = recipe.default(newest.values | overrides)
-        usual = recipe.load(base).flat(*self.sections)
+        usual = {key: value for key, value in recipe.load(base).flat().items() if self._reads(key)}
         read = {key: value for key, value in newest.values.items() if key in usual and key not in overrides}
         changed = [f"{key}={value}" for key, value in read.items() if value != usual[key]]
         differing = {key for other in others for key in read if other.values.get(key, read[key]) != read[key]}

@@ -51,6 +51,7 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
             all cells were evaluated.
     """
     cells = check(recipe, given)
+    _ = [weights.digest for _, weights in cells.values()]  # of what will be loaded, before it is
     device = devices.choose(recipe.device)
     questions = inputs.evaluated(recipe)
     if copies := inputs.repeated(questions):

@@ -111,6 +111,7 @@ def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
 
 def _marked_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
     client = mlflow.MlflowClient()
+    signals.left_by(run_id)  # the same signal, or one that came of it
     run = client.get_run(run_id)
     finished = names.SECONDS in run.data.metrics
     if not finished and names.TAG_REASON not in run.data.tags:  # the signal came before the step could write it
@@ -120,11 +121,16 @@ def _marked_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
     elif not finished and int(run.data.tags.get(names.TAG_EXIT_CODE, 1)) <= 128:
         return False  # it had failed by itself
     client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
-    if not finished:  # the step may have been ended where it stood
+    if not finished and store.TAG_JOB not in run.data.tags:  # the step may have been ended where it stood
         models.abandon(run.info.experiment_id, run_id)
-        for cell in store.running(f" and tags.`{runs.PARENT}` = '{run_id}'"):
-            store.end_dead(cell.info, reason=str(error) or "Stopped by Ctrl-C.")
+        _end_below(run_id, str(error) or "Stopped by Ctrl-C.")
     return finished
+
+
+def _end_below(run_id: str, reason: str) -> None:
+    for run in store.running(f" and tags.`{runs.PARENT}` = '{run_id}'"):
+        store.end_dead(run.info, reason=reason)
+        _end_below(run.info.run_id, reason)
 
 
 def failure(run_id: str) -> tuple[str, int | None]:
@@ -132,6 +138,8 @@ def failure(run_id: str) -> tuple[str, int | None]:
 
     MLflow calls all of them FAILED. One that a gate refused becomes FINISHED, and one whose process died KILLED.
     """
+    if stopped := signals.left_by(run_id):
+        mark_stopped(run_id, stopped)
     run = mlflow.get_run(run_id)
     tags = run.data.tags
     if names.TAG_VERDICT in tags:

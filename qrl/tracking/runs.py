@@ -117,6 +117,7 @@ def close_opened(error: BaseException) -> None:
 def close_stopped(signum: int) -> NoReturn:
     """End as KILLED the runs of this process, which `signals.end_now` has replaced by a fresh interpreter, and exit."""
     stopped = signals.Stopped(signum)
+    signals.bury_children()  # whose runs are swept below
     try:
         store.prepare()
         for run in store.running(f" and tags.`{names.TAG_PID}` = '{signals.identity()}'"):
@@ -126,7 +127,6 @@ def close_stopped(signum: int) -> NoReturn:
         store.sweep()  # of the processes that were killed with this one
     except Exception as failure:
         print(f"The run could not be ended ({first_line(failure)}); the next command ends it.", file=sys.stderr)
-    signals.bury_children()
     sys.exit(stopped.code)
 
 

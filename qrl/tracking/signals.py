@@ -4,7 +4,7 @@ SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. It would leave half a
 imported, and code may swallow it, as a weak reference's callback does, or wait for an engine that died. In these cases
 the process ends where it stands (`end_now`): it kills its children, and a fresh interpreter in its place ends its runs
 and waits until the children are gone, since freeing a GPU takes a moment. A step that another command of ours launched
-leaves its runs to that one, which need not import MLflow first.
+leaves its runs to that one, which need not import MLflow first, and a note which signal it was.
 
 A process that `mlflow run` started also requests SIGTERM from the kernel for its parent's death, because MLflow dies of
 a signal without passing it on.
@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from contextlib import suppress
@@ -38,6 +39,7 @@ _IMPORT = "<frozen importlib"  # begins the file name of the interpreter's own c
 _unwind_s = _UNWIND_S
 _stopping = False
 _launcher = 0  # pid of the process of ours that launched this one
+_run_id = ""  # of the run that it opened for us
 _ends = False  # whether this process is one of our commands, which a signal ends; a notebook goes on after Ctrl-C
 _LONGEST_BOOT = 10**9  # seconds; more are since the epoch
 
@@ -61,7 +63,7 @@ def guard(*, caught: bool = True, ends: bool = False) -> None:
     Unless the exception is `caught` by now, a signal ends the process where it stands. `ends` says that this process
     is a command, which has to end after a signal; any other is left to its own ways once the exception is raised.
     """
-    global _ends, _launcher  # noqa: PLW0603
+    global _ends, _launcher, _run_id  # noqa: PLW0603
     _ends = _ends or ends
     if threading.current_thread() is not threading.main_thread():
         return
@@ -94,6 +96,7 @@ def guard(*, caught: bool = True, ends: bool = False) -> None:
     if ends:  # registered first, called last: the command is done, but would die while the interpreter is torn down
         atexit.register(lambda: [signal.signal(signum, signal.SIG_IGN) for signum in _SIGNALS])
     if os.environ.get("MLFLOW_RUN_ID"):
+        _run_id = os.environ["MLFLOW_RUN_ID"]
         _launcher = int(os.environ.pop(LAUNCHER, _launcher))
         die_with_parent(_launcher)
 
@@ -111,8 +114,11 @@ def end_now(signum: int) -> NoReturn:
         os.write(2, f"{stopped} Run the same command again to resume.\n".encode())
     adopt_orphans()
     kill_children()
-    untracked = "mlflow" not in sys.modules and "MLFLOW_RUN_ID" not in os.environ
-    if untracked or (_launcher and not is_gone(_launcher)):
+    launched = _launcher and not is_gone(_launcher)
+    if launched:
+        with suppress(OSError):
+            _note(_run_id).write_text(str(signum))
+    if launched or ("mlflow" not in sys.modules and "MLFLOW_RUN_ID" not in os.environ):
         bury_children()
         os._exit(stopped.code)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in the fresh interpreter too
@@ -120,6 +126,21 @@ def end_now(signum: int) -> NoReturn:
     signal.alarm(_CLOSE_S)
     root = str(Path(__file__).parents[2])
     os.execv(sys.executable, [sys.executable, "-c", _CLOSE, root, str(signum)])
+
+
+def _note(run_id: str) -> Path:
+    """Return where a launched step notes the signal that ended it."""
+    return Path(tempfile.gettempdir()) / f"qrl-stopped-{run_id}"
+
+
+def left_by(run_id: str) -> Stopped | None:
+    """Return what ended a launched step where it stood, and forget it; None if it ended otherwise."""
+    try:
+        signum = int(_note(run_id).read_text())
+        _note(run_id).unlink()
+    except (OSError, ValueError):
+        return None
+    return Stopped(signum)
 
 
 def kill_children() -> None:

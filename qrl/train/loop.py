@@ -29,6 +29,8 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
 
     if process.world_size() > 1:
         parallel.agree({**start(base, job), **more})
+    elif job.settings.adapter:
+        _ = base.digest  # which the adapter will name, whatever the folder holds by then
     prepare.begin(trainer, job)
     model = trainer.accelerator.unwrap_model(trainer.model)
     watching = probe.callback(trainer, job)

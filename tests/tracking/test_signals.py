@@ -113,7 +113,8 @@ def test_a_signal_that_is_swallowed_ends_the_process_its_children_and_its_run(st
     assert len(below) == 2 and not any(psutil.pid_exists(int(pid)) for pid in below)  # nor as zombies
 
 
-def test_a_launched_step_ends_where_it_stands_and_leaves_its_runs_to_its_launcher(store):
+@pytest.mark.parametrize("both", [True, False], ids=["the launcher is stopped too", "only the step is"])
+def test_a_launched_step_ends_where_it_stands_and_leaves_its_runs_to_its_launcher(both, store):
     opened = mlflow.MlflowClient().create_run("0").info.run_id  # as a study does
     own = environment(store, MLFLOW_RUN_ID=opened, **{signals.LAUNCHER: str(os.getpid())})
     how = {"env": own, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -124,7 +125,11 @@ def test_a_launched_step_ends_where_it_stands_and_leaves_its_runs_to_its_launche
     assert process.returncode == 143 and "swallowed" not in printed and "Traceback" not in told, (printed, told)
     left = {run.info.status for run in mlflow.search_runs(output_format="list")}
     assert left == {"RUNNING"}  # whoever imports MLflow anew to end them takes seconds
-    assert not projects.mark_stopped(opened, signals.Stopped(signal.SIGTERM))
+    if both:
+        assert not projects.mark_stopped(opened, signals.Stopped(signal.SIGTERM))
+    else:
+        assert projects.failure(opened) == ("Stopped by SIGTERM.", 143)
+    assert signals.left_by(opened) is None  # no note is left
     ended = [(run.info.status, run.data.tags[names.TAG_REASON]) for run in mlflow.search_runs(output_format="list")]
     assert ended == [("KILLED", "Stopped by SIGTERM.")] * 2
 

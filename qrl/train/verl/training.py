@@ -95,6 +95,7 @@ def run(job: Job) -> Trained:
         QrlError: verl failed; the sentence has its last line and the path of its whole output.
     """
     base = checkpoint.check(job.base)
+    _ = base.digest  # which an adapter will name, whatever the folder holds by then
     check(base, job)
     check_installed()
     began = time.perf_counter()

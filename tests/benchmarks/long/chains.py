@@ -48,11 +48,13 @@ def lines(completions: list[str], answers: list[str]) -> list[float]:
 def _share(written: list[str], answer: str) -> float:
     target, number, step = map(int, answer.split())
     wanted, right = len(range(number, target, step)) + 1, 0
-    for line in written:
-        right += line in (f"{target} {number}+{step}={number + step}", f"#### {target}")
-        if re.fullmatch(r"[0-9]{1,9}", total := line.rpartition("=")[2]):
-            number = int(total)
-    return right / max(wanted, len(written))
+    for place, line in enumerate(written):
+        if not (summed := re.fullmatch(rf"{target} {number}\+{step}=([0-9]{{1,9}})", line)):
+            right += line == f"#### {target}" and number >= target and place == len(written) - 1
+            break
+        right += int(summed[1]) == number + step
+        number = int(summed[1])
+    return min(right, wanted) / max(wanted, len(written))
 
 
 def grade(completion: str, answer: str) -> Verdict:

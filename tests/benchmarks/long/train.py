@@ -21,6 +21,7 @@ WORK/*.db; a second call does what is left.
 """
 
 import argparse
+import functools
 import multiprocessing
 import os
 import random
@@ -84,10 +85,8 @@ class Chains:
 
 def _tokenized(part: tuple[Chains, Path, int, int]) -> list[list[int]]:
     """Return the token ids of a part of a corpus; in a process of its own."""
-    from transformers import AutoTokenizer
-
     corpus, folder, positions, number = part
-    tokens, draw = AutoTokenizer.from_pretrained(folder), random.Random(f"corpus {corpus.seed} {number}")
+    tokens, draw = _tokenizer(folder), random.Random(f"corpus {corpus.seed} {number}")
     whole, made = corpus.lines > SHORT, []
     for _ in range(PART):
         lines = corpus.lines if whole else draw.randint(1, corpus.lines)
@@ -97,6 +96,13 @@ def _tokenized(part: tuple[Chains, Path, int, int]) -> list[list[int]]:
         text = prompt.training_text(tokens, asked, "plain")
         made.append(tokens(text, add_special_tokens=False)["input_ids"][:positions])
     return made
+
+
+@functools.cache
+def _tokenizer(folder: Path):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
 
 
 def make(out: Path, work: Path, *, check: bool) -> None:
