@@ -99,7 +99,7 @@ def is_gone(pid: int) -> bool:
 
 @contextmanager
 def swallowing() -> Iterator[None]:
-    """Say of a block that others' code in it may swallow what a stop signal raises, as a poll of ZeroMQ does.
+    """Mark a block in which a library may swallow the exception of a stop signal, as a poll of ZeroMQ does.
 
     A signal then ends the process where it stands, instead of waiting for a block that will not be left.
     """

@@ -111,7 +111,7 @@ def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
 
 def _marked_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
     client = mlflow.MlflowClient()
-    signals.left_by(run_id)  # the same signal, or one that came of it
+    signals.left_by(run_id)  # forgets the step's note: `error` says why
     run = client.get_run(run_id)
     finished = names.SECONDS in run.data.metrics
     if not finished and names.TAG_REASON not in run.data.tags:  # the signal came before the step could write it

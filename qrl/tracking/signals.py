@@ -4,7 +4,7 @@ SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. It would leave half a
 imported, and code may swallow it, as a weak reference's callback does, or wait for an engine that died. In these cases
 the process ends where it stands (`end_now`): it kills its children, and a fresh interpreter in its place ends its runs
 and waits until the children are gone, since freeing a GPU takes a moment. A step that another command of ours launched
-leaves its runs to that one, which need not import MLflow first, and a note which signal it was.
+leaves its runs to that command, which has imported MLflow already, and notes for it which signal it was.
 
 A process that `mlflow run` started also requests SIGTERM from the kernel for its parent's death, because MLflow dies of
 a signal without passing it on.
