@@ -41,6 +41,7 @@ ReturnToService=1
 KillWait=5
 MinJobAge={keep}
 MaxJobCount={most}
+FirstJobId={first}
 SlurmdTimeout={patience}
 SchedulerParameters=batch_sched_delay=0,bf_interval=1,sched_interval=1,requeue_delay=0
 PreemptType=preempt/partition_prio
@@ -103,7 +104,9 @@ class Slurm:
         what = f"NodeHostname={host} CPUs={os.cpu_count()} RealMemory=2000 Gres=gpu:1 State=UNKNOWN"
         nodes = "\n".join(f"NodeName={name} Port={port} {what}" for name, port in zip(NODES, own[1:-2], strict=True))
         kept = WITH.format(host=host, port=dbd, folder=self.folder) if accounting else WITHOUT
-        limits = {"keep": keep, "most": most, "patience": patience}
+        # Jobs' processes are found by their id, and clusters of other tests run beside this one: no two share an id.
+        first = 1000 * own[0] + own[0] % 500
+        limits = {"keep": keep, "most": most, "patience": patience, "first": first}
         conf = CONF.format(host=host, folder=self.folder, port=own[0], nodes=nodes, accounting=kept, **limits)
         (self.folder / "slurm.conf").write_text(conf)
         (self.folder / "gres.conf").write_text(f"NodeName={','.join(NODES)} Name=gpu File=/dev/null\n")
