@@ -25,6 +25,10 @@ PRETRAINED = "pretrained"
 CONTROLS = (SFT, PRETRAINED)
 PRIMARY, MARGIN = "gptq", 0.02
 CLIFF = ("w8a16", "gptq", names.GPTQ_INT3, names.GPTQ_INT2)  # 8, 4, 3, 2 bits
+PLANNED = (  # schemes of the families that are corrected together, in the tables' order
+    *("w8a16", "gptq", "gptq-int3", "gptq-int2", "awq-ct", "fp8", "int8", "nf4", "nvfp4", "nvfp4a16"),
+    *("rtn-int4", "rtn-int3", "rtn-int2"),
+)
 PARAMETERS = {"m3": 2.5e6, "m10": 8e6, "m25": 24e6, "m200": 200e6}
 SEEDS = 4  # of the design
 Cell = tuple[str, str, str]  # size, variant, scheme
@@ -79,9 +83,9 @@ class Answers:
         return self.evidence.contrast({(_label(cell), FULL): w for cell, w in weights.items()}, vary=trained)
 
     def schemes(self) -> list[str]:
-        """Return the schemes of grpo, in the order of CLIFF and then by name."""
+        """Return the schemes of grpo, in the order of PLANNED."""
         held = {scheme for _, variant, scheme in self.cells if variant == GRPO} - {FULL}
-        return sorted(held, key=lambda scheme: (CLIFF.index(scheme) if scheme in CLIFF else len(CLIFF), scheme))
+        return [*(scheme for scheme in PLANNED if scheme in held), *sorted(held - set(PLANNED))]
 
 
 def _label(cell: Cell) -> str:

@@ -16,21 +16,19 @@ import matplotlib.pyplot as plt
 
 
 def excess_by_scheme(found: Findings, title: str, out: Path) -> None:
-    """Draw how much more each scheme costs grpo than the base and both controls: 8 and 4 bits above, 3 and 2 below."""
+    """Draw how much more each scheme costs grpo than the base and both controls; 3 and 2 bits to the right."""
     schemes = [q for q in found.answers.schemes() if any(q in found.excesses[other] for other in (BASE, *CONTROLS))]
     low = [scheme for scheme in schemes if scheme.endswith(("int3", "int2"))]
     parts = [part for part in ([q for q in schemes if q not in low], low) if part]
-    heights = [len(part) for part in parts]
-    figure, axes = plt.subplots(
-        len(parts), 1, figsize=(8, 1.8 + 0.3 * len(schemes)), squeeze=False, height_ratios=heights, layout="constrained"
-    )
-    for axis, part in zip(axes[:, 0], parts, strict=True):
+    height = 1.5 + 0.3 * max(map(len, parts))
+    figure, axes = plt.subplots(1, len(parts), figsize=(12, height), squeeze=False, layout="constrained")
+    for axis, part in zip(axes[0], parts, strict=True):
         _draw(axis, part, found)
     answers = found.answers
     over = f"{len(answers.sizes)} sizes, {answers.runs} seeds, {answers.evidence.n:,} questions, 95 % intervals"
-    axes[-1, 0].set_xlabel(f"accuracy that quantization costs grpo, minus what it costs another\n({over})", fontsize=8)
-    axes[0, 0].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.suptitle(title, fontsize=9)
+    figure.supxlabel(f"accuracy that quantization costs grpo, minus what it costs another ({over})", fontsize=9)
+    axes[0, -1].legend(fontsize=8)
+    figure.suptitle(title, fontsize=10)
     _saved(figure, out)
 
 

@@ -13,6 +13,7 @@ from contrasts import (
     CONTROLS,
     GRPO,
     PARAMETERS,
+    PLANNED,
     PRIMARY,
     SFT,
     Answers,
@@ -27,10 +28,6 @@ from correlations import Correlation, correlations, points
 from qrl.compare.sizes import slope
 from qrl.stats import Estimate, holm_by_key
 
-PLANNED = (  # schemes of the families that are corrected together
-    *("nf4", "awq-ct", "gptq", "w8a16", "int8", "fp8", "nvfp4a16", "nvfp4", "gptq-int3", "gptq-int2"),
-    *("rtn-int4", "rtn-int3", "rtn-int2"),
-)
 CONTROL_TESTS = tuple(itertools.product(CONTROLS, PLANNED))
 CLIFF_LOSS = 0.05
 OF_GRPO = (PRIMARY, "rtn-int4")  # its cells in question 5

@@ -1,6 +1,5 @@
 """The page of the sweep: what its questions found, in sentences whose words follow from the intervals."""
 
-import itertools
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -24,8 +23,8 @@ from contrasts import (
     loss,
     relative_excess,
 )
-from correlations import HEAD, Correlation, body
-from findings import CLIFF_LOSS, CONTROL_TESTS, METHODS, NEAR, OF_GRPO, PLANNED, Findings, Tested
+from correlations import BEHAVIOUR, Correlation
+from findings import CLIFF_LOSS, METHODS, NEAR, OF_GRPO, Findings, Tested
 
 from qrl import stats
 from qrl.stats import Estimate
@@ -33,10 +32,9 @@ from qrl.stats.text import interval, table
 
 ALPHA = 1 - stats.LEVEL  # of p-values that Holm's procedure corrected
 WIDTH = 140  # characters in a line of text
-BROKEN = 0.1  # accuracy below which a model is as good as broken
 BITS = dict(zip(CLIFF, (8, 4, 3, 2), strict=True))
 BESIDE = {
-    SFT: "as many steps of supervised fine-tuning on the same questions, with one solution each",
+    SFT: "as many steps of supervised fine-tuning on the same questions",
     PRETRAINED: "a model of the same shape made from text with fewer errors",
 }
 COMMAND = "python tests/benchmarks/answer/report.py tests/benchmarks/answer/export --out DIR"
@@ -57,20 +55,14 @@ def write(found: Findings, why: pd.DataFrame | None = None) -> str:
         "![What quantization costs GRPO's weights, minus what it costs others, by scheme](excess.png)",
         f"**How many bits?** {about_bits(found)}.{_together(found)} {_cliff(found)}",
         "![Accuracy lost to quantization, by bits](bits.png)",
-        *_shares(found),
-        *_growth(found),
-        *(
-            [
-                "**Methods in four bits** (exploratory; beside another scheme, the schemes differ as well):",
-                methods(found),
-            ]
-            if found.methods
-            else []
-        ),
-        *_correlations(found.correlations, found.near),
-        f"**What moved?** (exploratory) {moved}" if moved else "",
-        f"{_left_out(found)}Some tests and settings were fixed or changed after outcomes were seen: [design and "
-        f"deviations](../README.md). [All tables](tables.md). Page and tables are made by `{COMMAND}`.",
+        f"**More to lose?** {said}" if (said := _more_to_lose(found)) else "",
+        f"**Size.** {_growth(found)}",
+        f"**What goes with the loss?** {said}" if (said := _correlations(found.correlations, found.near)) else "",
+        f"**What moved?** {moved}" if moved else "",
+        f"**Methods in four bits.** {said}" if (said := _methods(found)) else "",
+        "All but the first answer and what is marked (Holm) is exploratory, uncorrected. Some tests and settings were "
+        "fixed or changed after outcomes were seen: [design and deviations](../README.md). [All tables, and what was "
+        f"not run](tables.md). Made by `{COMMAND}`.",
     ]
     return "\n\n".join(_wrapped(part) for part in parts if part) + "\n"
 
@@ -135,38 +127,28 @@ def _controls(found: Findings) -> str:
             said.append(f"`{control}` was not evaluated at every size.")
             continue
         said.append(f"Compared with {what}, {_shown(tests)}, in the mean over sizes (Holm, {100 * ALPHA:.0f} %).")
-        said.append(_reach(found) if control == SFT else _by_size(found, control, _significant(tests)))
+        said.append(_reach(found) if control == SFT else _apart(found, control))
     return " ".join(said)
 
 
 def _reach(found: Findings) -> str:
     """Say how far the differences to supervised fine-tuning reach."""
-    held = found.excesses[SFT]
-    mean = max(_bound(each.value) for each in held.values())
-    single = {(size, q): value for q, each in held.items() for size, value in each.by_size.items()}
-    apart = {key: value for key, value in single.items() if value.low > 0 or value.high < 0}
-    most = ""
-    if apart:
-        size, scheme = max(apart, key=lambda key: abs(apart[key].estimate))
-        most = f", most under `{scheme}` at {size}: {interval(apart[size, scheme])}"
-    return (
-        f"All these intervals lie within ±{mean:.3f}. Of the {len(single)} at single sizes, which reach "
-        f"±{max(map(_bound, single.values())):.3f}, {len(apart)} exclude 0 (exploratory, uncorrected){most}."
-    )
+    held = found.excesses[SFT].values()
+    mean = max(_bound(each.value) for each in held)
+    single = max(_bound(value) for each in held for value in each.by_size.values())
+    return f"These intervals lie within ±{mean:.3f}, those of single sizes within ±{single:.3f}."
 
 
-def _by_size(found: Findings, control: str, marked: Sequence[str]) -> str:
-    """Say what is left of the differences without the smallest size, and how accurate the control is."""
-    held, sizes = found.excesses[control], found.answers.sizes
+def _apart(found: Findings, control: str) -> str:
+    """Say at which sizes a control's accuracy differs from GRPO's, and what holds where it does not."""
+    sizes = found.answers.sizes
     more = {size: found.answers.contrast({(size, control, FULL): 1.0, (size, GRPO, FULL): -1.0}) for size in sizes}
-    full = _and(interval(value) for value in more.values() if value)
-    left = [interval(each) for q in marked if (each := held[q].larger)]
-    rest = f" Without {sizes[0]} the differences under these schemes are {_and(left)}." if left else ""
-    return (
-        f"This control is one model per size, whose accuracy at full precision differs from GRPO's by {full}, so it "
-        f"does not isolate RL.{rest}"
-        f"{_equal(found, control, [size for size, each in more.items() if each and _bound(each) < MARGIN])}"
-    )
+    sides = {"more": [size for size, each in more.items() if each and each.low > 0]}
+    sides["less"] = [size for size, each in more.items() if each and each.high < 0]
+    said = _and(f"{side} accurate than GRPO at {_and(places)}" for side, places in sides.items() if places)
+    equal = [size for size, each in more.items() if each and _bound(each) < MARGIN]
+    alone = f"This control is one model per size{f', {said}' if said else ''}: it does not isolate RL."
+    return alone + _equal(found, control, equal)
 
 
 def _equal(found: Findings, control: str, sizes: Sequence[str]) -> str:
@@ -177,7 +159,7 @@ def _equal(found: Findings, control: str, sizes: Sequence[str]) -> str:
         scheme, full = _largest(by_scheme), _accuracy(found.answers, size, control, FULL)
         said += (
             f" At {size}, where both are equally accurate ({full:.3f}), the largest of {len(by_scheme)} differences is "
-            f"{interval(by_scheme[scheme])}, under `{scheme}` (exploratory)."
+            f"{interval(by_scheme[scheme])}, under `{scheme}`."
         )
     return said
 
@@ -227,60 +209,41 @@ def _cliff(found: Findings) -> str:
     return f"The first width whose loss is shown to exceed {CLIFF_LOSS}: {'; '.join(said)}.{open_}" if said else ""
 
 
-def _shares(found: Findings) -> list[str]:
-    """Return where GRPO's loss differs from the base's, beside that of SFT, and as shares of what there was to lose."""
+def _more_to_lose(found: Findings) -> str:
+    """Say under how many schemes GRPO's loss differs from the base's, and by how much SFT's does."""
     held, answers = found.excesses[BASE], found.answers
     if not held:
-        return []
-    variants = {BASE: "before training", SFT: "after SFT", GRPO: "after GRPO"}
-    known = {v: said for v, said in variants.items() if all((size, v, FULL) in answers.cells for size in answers.sizes)}
-    full = [
-        f"{said} {_and(f'{_accuracy(answers, size, v, FULL):.3f}' for size in answers.sizes)}"
-        for v, said in known.items()
-    ]
-    accuracies = f"At full precision {', '.join(full)} of the questions are right."
-    apart = [q for q, each in held.items() if each.value.low > 0 or each.value.high < 0]
+        return ""
+    right = {v: _and(f"{_accuracy(answers, size, v, FULL):.3f}" for size in answers.sizes) for v in (BASE, GRPO)}
+    said = f"At full precision {right[BASE]} of the questions are right before GRPO, {right[GRPO]} after."
+    apart = {q: each.value for q, each in held.items() if each.value.low > 0 or each.value.high < 0}
     if not apart:
-        return [
-            f"**More to lose?** {accuracies} Under no scheme does the interval of loss(grpo) − loss(base) exclude 0."
-        ]
-    rows = []
-    for q in apart:
-        share, sft = relative_excess(answers, q, BASE), answers.contrast(excess(answers.sizes, q, BASE, SFT))
-        rows.append([q, *(interval(value) if value else "" for value in (held[q].value, sft, share))])
-    broken = [
-        f"`{q}` at {size}"
-        for q, size in itertools.product(apart, answers.sizes)
-        if max(_accuracy(answers, size, v, q) for v in (BASE, GRPO)) < BROKEN
-    ]
-    note = f"; {_and(broken)} leaves both below {BROKEN}" if broken else ""
-    head = ("scheme", "loss(grpo) − loss(base)", "loss(sft) − loss(base)", "grpo − base, as shares of accuracy")
-    return [
-        f"**More to lose?** {accuracies} Schemes whose interval excludes 0, and how much is left of it as a share of "
-        f"full precision's accuracy (exploratory, uncorrected, given these bases{note}):",
-        "\n".join(table(head, rows)),
-    ]
+        return f"{said} Under no scheme does the interval of loss(grpo) − loss(base) exclude 0."
+    most = _largest(apart)
+    share, sft = relative_excess(answers, most, BASE), answers.contrast(excess(answers.sizes, most, BASE, SFT))
+    beside = f", as a share of accuracy {interval(share)}" if share else ""
+    beside += f"; SFT's exceeds the base's by {interval(sft)}" if sft else ""
+    return (
+        f"{said} Under {len(apart)} of {len(held)} schemes the interval of loss(grpo) − loss(base) excludes 0, most "
+        f"under `{most}`: {interval(apart[most])}{beside}."
+    )
 
 
-def _growth(found: Findings) -> list[str]:
+def _growth(found: Findings) -> str:
     """Answer question 4."""
-    sizes, tests, title = found.answers.sizes, found.growth, f"**Size.** {_so_far(found)}"
-    if len(sizes) < 2:
-        return [f"{title}One size has no trend."]
+    tests = found.growth
+    if len(found.answers.sizes) < 2:
+        return "One size has no trend."
     if not tests:
-        return [f"{title}No scheme was evaluated at every size."]
+        return "No scheme was evaluated at every size."
     if not (shown := _significant(tests)):
-        return [f"{title}No trend of GRPO's loss is shown under any of {len(tests)} schemes."]
-    base, most = found.slopes(BASE), _largest({scheme: tests[scheme].value for scheme in shown})
+        return f"No trend of GRPO's loss with size is shown under any of {len(tests)} schemes."
+    most = _largest({scheme: tests[scheme].value for scheme in shown})
     falls = all(tests[scheme].value.estimate < 0 for scheme in shown)
-    larger = found.slopes(GRPO, 1).get(most)
-    without = f" Without {sizes[0]}, GRPO's is {interval(larger)}." if larger else ""
-    return [
-        f"{title}Under {len(shown)} of {len(tests)} schemes ({_code(shown)}) the line of GRPO's loss over these bases "
-        f"{'falls' if falls else 'changes'} with size (Holm, {100 * ALPHA:.0f} %, over seeds), most under `{most}`: "
-        f"{interval(tests[most].value)} per tenfold increase in parameters, {interval(base[most])} before GRPO."
-        f"{without} The intervals leave out how far sizes lie from the line, and that bases differ in more than size."
-    ]
+    return (
+        f"Under {len(shown)} of {len(tests)} schemes GRPO's loss {'falls' if falls else 'changes'} with size (Holm), "
+        f"most under `{most}`: {interval(tests[most].value)} per tenfold increase in parameters."
+    )
 
 
 def methods(found: Findings) -> str:
@@ -292,17 +255,26 @@ def methods(found: Findings) -> str:
     return "\n".join(table(head, list(rows.values()))) if rows else ""
 
 
-def _correlations(found: Sequence[Correlation], near: Sequence[Correlation]) -> list[str]:
+def _methods(found: Findings) -> str:
+    """Answer question 5: each method beside GRPO's weights under the same scheme, else rounded to 4 bits."""
+    said = []
+    for each in found.methods:
+        scheme = each.method.partition(":")[2]
+        if each.other == f"{GRPO}:{scheme if scheme in OF_GRPO else OF_GRPO[-1]}":
+            said.append(f"`{each.method}` minus `{each.other}` {interval(each.value)} at {_and(each.sizes)}")
+    return f"Accuracies: {'; '.join(said)}." if said else ""
+
+
+def _correlations(found: Sequence[Correlation], near: Sequence[Correlation]) -> str:
     """Answer question 6."""
     if not found:
-        return []
-    best = _and(f"`{each.measure}` {each}" for each in near[:2])
-    rest = f" Among the {near[0].cells} cells that lose less than {NEAR}, the strongest are {best}." if near else ""
-    text = (
-        "**What goes with the loss?** (exploratory; over schemes, trainings and sizes) `top1_agreement` and `kl` "
-        "compare the quantized model's tokens with full precision's on held-out solutions; the others compare weights."
-    )
-    return [text + rest, "\n".join(table(HEAD, body(found)))]
+        return ""
+    spoken, stored = ([e for e in found if (e.measure in BEHAVIOUR) == behaves] for behaves in (True, False))
+    best = [f"`{spoken[0].measure}` on held-out solutions {spoken[0]}"] if spoken else []
+    best += [f"of measures of weights `{stored[0].measure}` {stored[0]}"] if stored else []
+    low = [f"`{each.measure}` {each}" for each in near if each.measure in BEHAVIOUR]
+    rest = f" Among the {near[0].cells} that lose less than {NEAR}: {_and(low)}." if low else ""
+    return f"Spearman's correlation over {found[0].cells} cells: {', '.join(best)}.{rest}"
 
 
 def _moved(why: pd.DataFrame) -> str:
@@ -314,30 +286,21 @@ def _moved(why: pd.DataFrame) -> str:
         return f"{grpo}{unit} (SFT: {sft}{unit})" if sft else f"{grpo}{unit}"
 
     texts = {
-        "moved": f"As bf16 stores them, GRPO moves {both('moved', 100, ' %')} of the weights (means, by size).",
-        "again_lift": f"Two seeds move the same weights {both('again_lift')} times as often as chance would.",
-        "principal": f"Those of the principal directions (2511.08567) move {both('principal')} times as often as all,",
-        "principal_by_size": f"{both('principal_by_size')} times as often as weights with the same exponent.",
+        "moved": f"As bf16 stores them, GRPO moves {both('moved', 100, ' %')} of the weights.",
+        "again_lift": f"Two seeds move the same ones {both('again_lift')} times as often as chance would.",
+        "principal_by_size": (
+            f"Those of the principal directions (2511.08567) move {both('principal_by_size')} times as often as others "
+            "with the same exponent."
+        ),
     }
     return " ".join(text for key, text in texts.items() if _range(rows[GRPO], key))
 
 
-def _left_out(found: Findings) -> str:
-    """Name what was planned and is not here."""
-    answers = found.answers
-    tests = [f"{GRPO} {q}" for q in PLANNED if q not in found.growth]
-    tests += [f"{c} {q}" for c, q in CONTROL_TESTS if (c, q) not in found.controls]
-    said = f"Not evaluated at every size, but counted in Holm's correction: {_and(tests)}. " if tests else ""
-    for scheme in answers.schemes():
-        if scheme not in found.excesses[BASE]:
-            single = {size: answers.contrast(excess([size], scheme, BASE)) for size in answers.sizes}
-            known = [f"{interval(value)} at {size}" for size, value in single.items() if value]
-            said += f"Under `{scheme}`, loss(grpo) − loss(base) is {_and(known)} (exploratory). " if known else ""
+def not_run(found: Findings) -> str:
+    """Name the methods of question 5 that were not run, or not under all seeds."""
     made = {each.method for each in found.methods}
-    begun = [m for m in METHODS if any(cell.endswith(m.replace(":", " ")) for cell in answers.partial)]
-    absent = [m for m in METHODS if m not in made and m not in begun]
-    said += f"Not run: {_and(absent)}. " if absent else ""
-    return said + (f"Run under some seeds only, left out: {len(answers.partial)} cells. " if answers.partial else "")
+    absent = [method for method in METHODS if method not in made]
+    return f"Not run under all seeds of a size: {_and(absent)}." if absent else ""
 
 
 def _accuracy(answers: Answers, size: str, variant: str, scheme: str) -> float:

@@ -47,10 +47,19 @@ def primary(found: Findings) -> list[str]:
     answers, rows = found.answers, []
     for scheme, each in found.excesses[BASE].items():
         name = f"**{scheme}** (primary)" if scheme == PRIMARY else scheme
-        share = relative_excess(answers, scheme, BASE)
+        share, sft = relative_excess(answers, scheme, BASE), answers.contrast(excess(answers.sizes, scheme, BASE, SFT))
         said = ("none yet" if answers.missing else answer(each.value)) if scheme == PRIMARY else "exploratory"
-        rows.append([name, interval(each.value), interval(each.apart), interval(share) if share else "", said])
-    head = ("scheme", "loss(grpo) − loss(base), mean over sizes", "trainings apart", "as shares of accuracy", "answer")
+        shown = (interval(value) if value else "" for value in (each.value, each.apart, each.larger, share, sft))
+        rows.append([name, *shown, said])
+    head = (
+        "scheme",
+        "loss(grpo) − loss(base), mean over sizes",
+        "trainings apart",
+        f"without {answers.sizes[0]}" if answers.sizes else "without the smallest",
+        "as shares of accuracy",
+        "loss(sft) − loss(base)",
+        "answer",
+    )
     absent = [f"**No answer yet**: {', '.join(answers.missing)} missing.", ""] if answers.missing else []
     title = "## 1. Does GRPO change what quantization costs?"
     return [title, "", *absent, *_table(head, rows), "", *_by_size(found, BASE)]
@@ -75,7 +84,9 @@ def controls(found: Findings) -> list[str]:
     rows = []
     for key, each in found.controls.items():
         apart = found.controls_apart[key]
-        rows.append([*key, interval(each.value), f"{each.p:.2g}", interval(apart.value), f"{apart.p:.2g}"])
+        larger = found.excesses[key[0]][key[1]].larger
+        rest = interval(larger) if larger else ""
+        rows.append([*key, interval(each.value), f"{each.p:.2g}", interval(apart.value), f"{apart.p:.2g}", rest])
     head = (
         "control",
         "scheme",
@@ -83,6 +94,7 @@ def controls(found: Findings) -> list[str]:
         "p (Holm)",
         "trainings apart",
         "p (Holm)",
+        "without the smallest size",
     )
     lines = ["## 2. RL, or any training?", "", *_absent(CONTROL_TESTS, found.controls), *_table(head, rows), ""]
     return lines + [line for control in CONTROLS for line in _by_size(found, control)]
@@ -100,19 +112,21 @@ def cliffs(found: Findings) -> list[str]:
 
 def growth(found: Findings) -> list[str]:
     """Question 4: the slope of grpo's loss per decade of parameters. Holm over the schemes."""
-    base = found.slopes(BASE)
+    others = (found.slopes(BASE), found.slopes(GRPO, 1))
     rows = [
-        [scheme, interval(each.value), f"{each.p:.2g}", interval(base[scheme]) if scheme in base else ""]
+        [scheme, interval(each.value), f"{each.p:.2g}", *(interval(o[scheme]) if scheme in o else "" for o in others)]
         for scheme, each in found.growth.items()
     ]
-    head = ("scheme", "loss of grpo per decade of parameters", "p (Holm)", "the base's")
-    return ["## 4. Does the loss grow with size?", "", *_absent(PLANNED, found.growth), *_table(head, rows), ""]
+    head = ("scheme", "loss of grpo per decade of parameters", "p (Holm)", "the base's", "without the smallest size")
+    said = "The intervals leave out how far sizes lie from the line, and that bases differ in more than size."
+    title = "## 4. Does the loss grow with size?"
+    return [title, "", said, "", *_absent(PLANNED, found.growth), *_table(head, rows), ""]
 
 
 def methods(found: Findings) -> list[str]:
     """Question 5: which method keeps the gain in four bits; exploratory."""
     lines = ["## 5. Which method keeps the gain in four bits?", ""]
-    lines += [page.methods(found) or "Not evaluated.", ""]
+    lines += [page.methods(found) or "Not evaluated.", "", page.not_run(found), ""]
     if found.compared is not found.answers:
         own = f"{found.compared.runs} seeds, {found.compared.evidence.n:,} questions"
         lines += [f"From runs of its own: {own}.", ""]
