@@ -72,6 +72,11 @@ def findings(frame: pd.DataFrame, *more) -> Findings:
     return Findings(answers, answers, *more)
 
 
+def told(found: Findings, why: pd.DataFrame | None = None) -> str:
+    """Return the page in one line."""
+    return page.write(found, why).replace("\n", " ")
+
+
 def test_trainings_of_several_sizes_can_be_counted_apart(frame):
     """Equal spreads at two sizes: half the variance of one size's mean, and twice its degrees of freedom."""
     random, noisy = np.random.default_rng(0), frame.copy()
@@ -108,7 +113,7 @@ def test_a_cell_that_lacks_a_seed_is_left_out_and_named(frame):
     few = (frame["scheme"] == "gptq") & (frame["seed"] == 1) & (frame["size"] == "m25") & (frame["variant"] == "base")
     begun = findings(frame[~few])
     assert begun.answers.sizes == ["m3"] and begun.answers.begun == ["m25"]
-    assert "since m10, m25 and m200 have not been run under all seeds" in page.write(begun).replace("\n", " ")
+    assert "since m10, m25 and m200 have not been run under all seeds" in told(begun)
     assert "One size has no trend" in page.write(begun)
     with pytest.raises(BadInput, match="under all seeds"):
         findings(frame[frame["seed"] != frame["size"].map({"m3": 0, "m25": 1})])
@@ -124,7 +129,7 @@ def test_methods_are_compared_with_the_grpo_of_their_own_runs(frame):
     assert "| accuracy of | sizes | minus grpo:gptq |" in text
     rows = [own, own[own["scheme"] == "gptq"].assign(scheme="rtn-int4"), qlora]
     rows.append(qlora.assign(variant="qat-int4", scheme="rtn-int4"))
-    said = page.write(Findings(contrasts.Answers(frame), contrasts.Answers(pd.concat(rows)))).replace("\n", " ")
+    said = told(Findings(contrasts.Answers(frame), contrasts.Answers(pd.concat(rows))))
     for method in ("qlora:full", "qat-int4:rtn-int4"):  # each is told once, beside its own scheme or rounding
         assert f"`{method}` minus `grpo:rtn-int4` +1.000 [" in said
     assert "minus `grpo:gptq`" not in said
@@ -300,19 +305,26 @@ def test_the_runs_of_a_store_are_exported_without_what_names_the_machine(tmp_pat
 
 def test_the_words_of_the_page_follow_from_the_answers(frame):
     sizes = [frame[frame["size"] == "m3"].assign(size=size) for size in contrasts.PARAMETERS]
-    text = page.write(findings(pd.concat(sizes))).replace("\n", " ")
+    text = told(findings(pd.concat(sizes)))
     assert "**In four bits (gptq) RL makes these models quantize less cleanly**: the loss, accuracy at full" in text
     assert "under 1 of 2 schemes (`gptq`) GRPO's loss is shown to be larger" in text and "so far" not in text
-    text = page.write(findings(pd.concat(sizes[:3]))).replace("\n", " ")
+    control = [each[each["variant"] == "sft"].assign(variant="pretrained") for each in sizes]
+    assert "Without m3, 1 of these differences remains." in told(findings(pd.concat(sizes + control)))
+    same = sizes[0][sizes[0]["variant"] == "grpo"]
+    control = [control[0], *(same.assign(size=size, variant="pretrained") for size in list(contrasts.PARAMETERS)[1:])]
+    found = findings(pd.concat(sizes + control))
+    assert found.controls["pretrained", "gptq"].value.estimate == pytest.approx(0.05 / 4)
+    assert "Without m3, none of these differences remains." in told(found)
+    text = told(findings(pd.concat(sizes[:3])))
     assert (
         "**No answer yet, since m200 has not been run under all seeds**" in text and "Over 3 of 4 sizes so far." in text
     )
     few = pd.concat(sizes)
-    assert "**No answer yet, with 3 of 4 seeds**" in page.write(findings(few[few["seed"] > 0])).replace("\n", " ")
+    assert "**No answer yet, with 3 of 4 seeds**" in told(findings(few[few["seed"] > 0]))
     equal = pd.concat(sizes)
     equal["correct"] = equal.groupby(["size", "variant", "seed", "question"])["correct"].transform("min")
     found = findings(equal)
-    text = page.write(found).replace("\n", " ")
+    text = told(found)
     assert "**In four bits (gptq) RL changes what quantization costs by less than 0.02**" in text
     assert "under none of 2 schemes is GRPO's loss shown to differ" in text
     assert page.title(found).startswith(
@@ -324,7 +336,7 @@ def test_the_words_of_the_page_follow_from_the_answers(frame):
 def test_a_control_as_accurate_as_grpo_is_told_apart_from_others(frame):
     """At m3 the control is less accurate than GRPO, at m25 as accurate; there, its loss under gptq is that of GRPO."""
     control = frame[frame["variant"] == np.where(frame["size"] == "m3", "sft", "grpo")]
-    text = page.write(findings(pd.concat([frame, control.assign(variant="pretrained")]))).replace("\n", " ")
+    text = told(findings(pd.concat([frame, control.assign(variant="pretrained")])))
     assert "one model per size, less accurate than GRPO at m3: it does not isolate RL." in text
     assert (
         "At m25, where both are equally accurate (0.900), the largest of 2 differences is" in text
@@ -339,7 +351,7 @@ def test_the_page_tells_widths_and_what_moved(frame):
     shares = {"base": np.nan, "sft": 0.5, "grpo": 0.25}
     same = {"size": "m3", "seed": 0, "tensor": "a", "numel": 1, **dict.fromkeys(MX, 0.01)}
     why = pd.DataFrame([{"variant": variant, "moved": share, **same} for variant, share in shares.items()])
-    text = page.write(findings(rows), why).replace("\n", " ")
+    text = told(findings(rows), why)
     assert "change GPTQ's loss in 4 bits at m3 and m25, 3 bits at m3 and m25 and 2 bits" in text
     assert "at m3 it is none before GRPO and 4 bits after" in text and "m3 base in 4 bits" in text
     assert "GRPO moves 25 % (SFT: 50 %) of the weights" in text

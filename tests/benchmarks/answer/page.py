@@ -127,7 +127,7 @@ def _controls(found: Findings) -> str:
             said.append(f"`{control}` was not evaluated at every size.")
             continue
         said.append(f"Compared with {what}, {_shown(tests)}, in the mean over sizes (Holm, {100 * ALPHA:.0f} %).")
-        said.append(_reach(found) if control == SFT else _apart(found, control))
+        said.append(_reach(found) if control == SFT else _apart(found, control, _significant(tests)))
     return " ".join(said)
 
 
@@ -139,8 +139,8 @@ def _reach(found: Findings) -> str:
     return f"These intervals lie within ±{mean:.3f}, those of single sizes within ±{single:.3f}."
 
 
-def _apart(found: Findings, control: str) -> str:
-    """Say at which sizes a control's accuracy differs from GRPO's, and what holds where it does not."""
+def _apart(found: Findings, control: str, marked: Sequence[str]) -> str:
+    """Say what is left without the smallest size, and at which sizes a control is as accurate as GRPO."""
     sizes = found.answers.sizes
     more = {size: found.answers.contrast({(size, control, FULL): 1.0, (size, GRPO, FULL): -1.0}) for size in sizes}
     sides = {"more": [size for size, each in more.items() if each and each.low > 0]}
@@ -148,7 +148,17 @@ def _apart(found: Findings, control: str) -> str:
     said = _and(f"{side} accurate than GRPO at {_and(places)}" for side, places in sides.items() if places)
     equal = [size for size, each in more.items() if each and _bound(each) < MARGIN]
     alone = f"This control is one model per size{f', {said}' if said else ''}: it does not isolate RL."
-    return alone + _equal(found, control, equal)
+    return _without(found, control, marked) + alone + _equal(found, control, equal)
+
+
+def _without(found: Findings, control: str, marked: Sequence[str]) -> str:
+    """Say of how many differences the interval excludes 0 without the smallest size too, on the same side."""
+    both = [(each.value, each.larger) for q in marked if (each := found.excesses[control][q]).larger]
+    if not both:
+        return ""
+    left = sum((less.low > 0) if all_.estimate > 0 else (less.high < 0) for all_, less in both)
+    remain = "remains" if left < 2 else "remain"
+    return f"Without {found.answers.sizes[0]}, {left or 'none'} of these differences {remain}. "
 
 
 def _equal(found: Findings, control: str, sizes: Sequence[str]) -> str:
