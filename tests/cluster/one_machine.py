@@ -104,7 +104,8 @@ class Slurm:
         what = f"NodeHostname={host} CPUs={os.cpu_count()} RealMemory=2000 Gres=gpu:1 State=UNKNOWN"
         nodes = "\n".join(f"NodeName={name} Port={port} {what}" for name, port in zip(NODES, own[1:-2], strict=True))
         kept = WITH.format(host=host, port=dbd, folder=self.folder) if accounting else WITHOUT
-        # Jobs' processes are found by their id, and clusters of other tests run beside this one: no two share an id.
+        # Clusters of other tests run beside this one. No two share a job's id, by which its processes are found, nor
+        # its rest by 1000, from which a training over several nodes takes its port.
         first = 1000 * own[0] + own[0] % 500
         limits = {"keep": keep, "most": most, "patience": patience, "first": first}
         conf = CONF.format(host=host, folder=self.folder, port=own[0], nodes=nodes, accounting=kept, **limits)

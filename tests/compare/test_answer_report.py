@@ -333,6 +333,24 @@ def test_the_words_of_the_page_follow_from_the_answers(frame):
     assert page.about_training(found).startswith("Compared with SFT, under none of 2 schemes")
 
 
+def test_a_difference_that_turns_without_the_smallest_size_is_told(frame):
+    """At m3 the control loses nothing, GRPO 0.10; at the other sizes the control loses 0.0125 more than GRPO."""
+    parts = []
+    for size in contrasts.PARAMETERS:
+        own = frame[frame["size"] == "m3"].assign(size=size)
+        control = own[own["variant"] == "grpo"].assign(variant="pretrained")
+        right = 360 if size == "m3" else 315  # of 400; GRPO's are 320
+        control["correct"] = np.where(
+            control["scheme"] == "gptq",
+            control["question"].str.split("-").str[1].astype(int) < right,
+            control["correct"],
+        )
+        parts += [own, control]
+    found = findings(pd.concat(parts).astype({"correct": "int8"}))
+    assert found.controls["pretrained", "gptq"].value.estimate == pytest.approx((0.10 - 3 * 0.0125) / 4)
+    assert "Without m3, none of these differences remains, and the sign turns under `gptq`: −0.01" in told(found)
+
+
 def test_a_control_as_accurate_as_grpo_is_told_apart_from_others(frame):
     """At m3 the control is less accurate than GRPO, at m25 as accurate; there, its loss under gptq is that of GRPO."""
     control = frame[frame["variant"] == np.where(frame["size"] == "m3", "sft", "grpo")]

@@ -24,11 +24,11 @@ from contrasts import (
     relative_excess,
 )
 from correlations import BEHAVIOUR, Correlation
-from findings import CLIFF_LOSS, METHODS, NEAR, OF_GRPO, Findings, Tested
+from findings import CLIFF_LOSS, NEAR, OF_GRPO, Findings, Tested
 
 from qrl import stats
 from qrl.stats import Estimate
-from qrl.stats.text import interval, table
+from qrl.stats.text import interval
 
 ALPHA = 1 - stats.LEVEL  # of p-values that Holm's procedure corrected
 WIDTH = 140  # characters in a line of text
@@ -60,15 +60,16 @@ def write(found: Findings, why: pd.DataFrame | None = None) -> str:
         f"**What goes with the loss?** {said}" if (said := _correlations(found.correlations, found.near)) else "",
         f"**What moved?** {moved}" if moved else "",
         f"**Methods in four bits.** {said}" if (said := _methods(found)) else "",
-        "All but the first answer and what is marked (Holm) is exploratory, uncorrected. Some tests and settings were "
-        "fixed or changed after outcomes were seen: [design and deviations](../README.md). [All tables, and what was "
-        f"not run](tables.md). Made by `{COMMAND}`.",
+        f"Planned tests are the first answer, the first width that costs more than {CLIFF_LOSS} and what is marked "
+        "(Holm); the rest is exploratory, uncorrected. Some tests and settings were fixed or changed after outcomes "
+        "were seen: [design and deviations](../README.md). [All tables, and what was not run](tables.md). Made by "
+        f"`{COMMAND}`.",
     ]
     return "\n\n".join(_wrapped(part) for part in parts if part) + "\n"
 
 
 def _wrapped(part: str) -> str:
-    whole = part.startswith(("|", "!", "#"))
+    whole = part.startswith(("!", "#"))
     return part if whole else textwrap.fill(part, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
@@ -143,22 +144,27 @@ def _apart(found: Findings, control: str, marked: Sequence[str]) -> str:
     """Say what is left without the smallest size, and at which sizes a control is as accurate as GRPO."""
     sizes = found.answers.sizes
     more = {size: found.answers.contrast({(size, control, FULL): 1.0, (size, GRPO, FULL): -1.0}) for size in sizes}
-    sides = {"more": [size for size, each in more.items() if each and each.low > 0]}
-    sides["less"] = [size for size, each in more.items() if each and each.high < 0]
-    said = _and(f"{side} accurate than GRPO at {_and(places)}" for side, places in sides.items() if places)
+    sides = {
+        word: [size for size, each in more.items() if each and _side(each) == side]
+        for word, side in (("more", 1), ("less", -1))
+    }
+    said = _and(f"{word} accurate than GRPO at {_and(places)}" for word, places in sides.items() if places)
     equal = [size for size, each in more.items() if each and _bound(each) < MARGIN]
     alone = f"This control is one model per size{f', {said}' if said else ''}: it does not isolate RL."
     return _without(found, control, marked) + alone + _equal(found, control, equal)
 
 
 def _without(found: Findings, control: str, marked: Sequence[str]) -> str:
-    """Say of how many differences the interval excludes 0 without the smallest size too, on the same side."""
-    both = [(each.value, each.larger) for q in marked if (each := found.excesses[control][q]).larger]
-    if not both:
+    """Say how many differences are left without the smallest size, by their intervals, and which are reversed."""
+    held = {scheme: each for scheme in marked if (each := found.excesses[control][scheme]).larger}
+    if not held:
         return ""
-    left = sum((less.low > 0) if all_.estimate > 0 else (less.high < 0) for all_, less in both)
+    sides = {scheme: _side(each.larger) * np.sign(each.value.estimate) for scheme, each in held.items()}
+    left = sum(side > 0 for side in sides.values())
+    turned = _and(f"`{scheme}`: {interval(held[scheme].larger)}" for scheme, side in sides.items() if side < 0)
     remain = "remains" if left < 2 else "remain"
-    return f"Without {found.answers.sizes[0]}, {left or 'none'} of these differences {remain}. "
+    said = f"Without {found.answers.sizes[0]}, {left or 'none'} of these differences {remain}"
+    return f"{said}, and the sign turns under {turned}. " if turned else f"{said}. "
 
 
 def _equal(found: Findings, control: str, sizes: Sequence[str]) -> str:
@@ -226,7 +232,7 @@ def _more_to_lose(found: Findings) -> str:
         return ""
     right = {v: _and(f"{_accuracy(answers, size, v, FULL):.3f}" for size in answers.sizes) for v in (BASE, GRPO)}
     said = f"At full precision {right[BASE]} of the questions are right before GRPO, {right[GRPO]} after."
-    apart = {q: each.value for q, each in held.items() if each.value.low > 0 or each.value.high < 0}
+    apart = {q: each.value for q, each in held.items() if _side(each.value)}
     if not apart:
         return f"{said} Under no scheme does the interval of loss(grpo) − loss(base) exclude 0."
     most = _largest(apart)
@@ -254,15 +260,6 @@ def _growth(found: Findings) -> str:
         f"Under {len(shown)} of {len(tests)} schemes GRPO's loss {'falls' if falls else 'changes'} with size (Holm), "
         f"most under `{most}`: {interval(tests[most].value)} per tenfold increase in parameters."
     )
-
-
-def methods(found: Findings) -> str:
-    """Return question 5 as a table; nothing if it was not evaluated."""
-    rows: dict[str, list[str]] = {}
-    for each in found.methods:
-        rows.setdefault(each.method, [each.method, ", ".join(each.sizes)]).append(interval(each.value))
-    head = ("accuracy of", "sizes", *(f"minus grpo:{scheme}" for scheme in OF_GRPO))
-    return "\n".join(table(head, list(rows.values()))) if rows else ""
 
 
 def _methods(found: Findings) -> str:
@@ -306,19 +303,17 @@ def _moved(why: pd.DataFrame) -> str:
     return " ".join(text for key, text in texts.items() if _range(rows[GRPO], key))
 
 
-def not_run(found: Findings) -> str:
-    """Name the methods of question 5 that were not run, or not under all seeds."""
-    made = {each.method for each in found.methods}
-    absent = [method for method in METHODS if method not in made]
-    return f"Not run under all seeds of a size: {_and(absent)}." if absent else ""
-
-
 def _accuracy(answers: Answers, size: str, variant: str, scheme: str) -> float:
     return answers.contrast({(size, variant, scheme): 1.0}).estimate
 
 
 def _largest(values: Mapping[str, Estimate]) -> str:
     return max(values, key=lambda scheme: abs(values[scheme].estimate))
+
+
+def _side(value: Estimate) -> int:
+    """Return on which side of 0 an interval lies; 0 if it holds 0."""
+    return (value.low > 0) - (value.high < 0)
 
 
 def _bound(value: Estimate) -> float:
@@ -358,5 +353,5 @@ def _code(words: Iterable[str]) -> str:
 
 
 def _and(words: Iterable[str]) -> str:
-    *first, last = list(words)
+    *first, last = list(words) or [""]
     return f"{', '.join(first)} and {last}" if first else last

@@ -31,7 +31,7 @@ from contrasts import (
     excess,
     relative_excess,
 )
-from findings import CLIFF_LOSS, CONTROL_TESTS, PLANNED, Findings
+from findings import CLIFF_LOSS, CONTROL_TESTS, METHODS, OF_GRPO, PLANNED, Findings
 
 from qrl import recipe as recipes
 from qrl.errors import BadInput
@@ -125,8 +125,13 @@ def growth(found: Findings) -> list[str]:
 
 def methods(found: Findings) -> list[str]:
     """Question 5: which method keeps the gain in four bits; exploratory."""
-    lines = ["## 5. Which method keeps the gain in four bits?", ""]
-    lines += [page.methods(found) or "Not evaluated.", "", page.not_run(found), ""]
+    rows: dict[str, list[str]] = {}
+    for each in found.methods:
+        rows.setdefault(each.method, [each.method, ", ".join(each.sizes)]).append(interval(each.value))
+    head = ("accuracy of", "sizes", *(f"minus {GRPO}:{scheme}" for scheme in OF_GRPO))
+    lines = ["## 5. Which method keeps the gain in four bits?", "", *_table(head, list(rows.values())), ""]
+    if absent := [method for method in METHODS if method not in rows]:
+        lines += [f"Not run under all seeds of a size: {', '.join(absent)}.", ""]
     if found.compared is not found.answers:
         own = f"{found.compared.runs} seeds, {found.compared.evidence.n:,} questions"
         lines += [f"From runs of its own: {own}.", ""]

@@ -16,8 +16,7 @@ nvfp4-a4            quantization-aware training in NVFP4 W4A4; the engine rounds
 nvfp4-a4-uncorrected
 
 Prints the reward in the first and the last quarter of the steps with the standard error over steps, k3, token and
-sequence ESS, and which watchers warned. Output goes to WORK/logs and
-WORK/*.db; a second call does what is left.
+sequence ESS, and which watchers warned. Output goes to WORK/logs and WORK/*.db; a second call does what is left.
 """
 
 import argparse
