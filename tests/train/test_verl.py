@@ -399,6 +399,43 @@ def test_a_merge_that_fails_is_a_sentence_and_leaves_no_model(merger, tmp_path):
     assert not made.out.exists()
 
 
+TRAINER = """
+import argparse, json, os
+from pathlib import Path
+import yaml
+parser = argparse.ArgumentParser()
+parser.add_argument("--config-path", type=Path, required=True)
+parser.add_argument("--config-name", choices=["recipe"], required=True)
+folder = parser.parse_args().config_path
+made = yaml.safe_load((folder / "recipe.yaml").read_text())
+log = Path(made["ray_kwargs"]["ray_init"]["runtime_env"]["env_vars"]["VERL_FILE_LOGGER_PATH"])
+with log.open("w") as file:
+    for step in range(3, made["trainer"]["total_training_steps"] + 1):
+        file.write(json.dumps({"step": step, "data": {"critic/score/mean": step / 8}}) + "\\n")
+(folder / "CHECKPOINTS" / "latest_checkpointed_iteration.txt").write_text("4")
+""".replace("CHECKPOINTS", translate.CHECKPOINTS)  # in place of verl's; the checkpoint of step 4 is `merger`'s
+
+
+@pytest.mark.process
+def test_a_resumed_training_shows_its_progress_and_where_verl_writes(merger, tmp_path, monkeypatch, capsys):
+    work = tmp_path / "work"
+    package = tmp_path / "path" / "verl"
+    (package / "trainer").mkdir()
+    (package / "trainer" / "__init__.py").touch()
+    (package / "trainer" / "main_ppo.py").write_text(TRAINER)
+    monkeypatch.syspath_prepend(str(package.parent))
+    noted = work / translate.CHECKPOINTS / "latest_checkpointed_iteration.txt"
+    noted.write_text("2")
+    logged = []
+    made = replace(job(work, settings(train__steps="4")), out=tmp_path / "model", log=lambda *row: logged.append(row))
+    trained = training.run(made)
+    assert trained.resumed_from == 2 and checkpoint.check(trained.path)
+    assert [(step, row["train/reward"]) for row, step in logged] == [(3, 3 / 8), (4, 0.5)]
+    told = capsys.readouterr().err
+    assert f"verl writes to {work}/verl.trainer.main_ppo.log" in told
+    assert "4/4" in told and "reward=0.5" in told
+
+
 def launched(monkeypatch, world: int, here: int, rank: int = 0) -> None:
     """Set what torchrun does in a process of a training on several machines."""
     values = {"RANK": rank, "LOCAL_RANK": rank % here, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": here}

@@ -55,7 +55,7 @@ def started(words: list[str], work: Path, **variables: str) -> Iterator[subproce
     ours |= {_MARK: mark, PARENT: str(os.getpid()), **variables}
     kept = {name: value for name, value in os.environ.items() if not _NOT_PASSED.fullmatch(name)}
     try:
-        with _output(words[0], work).open("ab") as written:
+        with output(words[0], work).open("ab") as written:
             how = {"cwd": work, "env": kept | ours, "stdin": subprocess.DEVNULL, "stdout": written, "stderr": written}
             child = subprocess.Popen([sys.executable, "-m", __name__, *words], **how)
         yield child
@@ -65,17 +65,18 @@ def started(words: list[str], work: Path, **variables: str) -> Iterator[subproce
 
 def failure(module: str, code: int, work: Path) -> str:
     """Return a sentence on a module that ended with an exit code other than 0, with the last error in its output."""
-    output = _output(module, work)
-    text = output.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace")
+    file = output(module, work)
+    text = file.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace")
     lines = _ERROR.findall(text) or [line for line in text.split("\n") if line.strip()] or ["it wrote nothing"]
     how = f"signal {-code}" if code < 0 else f"exit code {code}"
     return (
-        f"{module} ended with {how}: {lines[-1].strip()[:500]}. Mend what its output says, {output}, and run the same "
+        f"{module} ended with {how}: {lines[-1].strip()[:500]}. Mend what its output says, {file}, and run the same "
         "command again: it resumes from the newest checkpoint."
     )
 
 
-def _output(module: str, work: Path) -> Path:
+def output(module: str, work: Path) -> Path:
+    """Return the file that a module's output goes to."""
     return work / f"{module}.log"
 
 

@@ -7,12 +7,15 @@ resumes from the newest.
 
 import importlib.util
 import json
+import math
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pandas as pd
 import yaml
@@ -27,6 +30,9 @@ from qrl.train.job import Job, Trained
 from qrl.train.monitor.watchers import Watchers
 from qrl.train.verl import child, nodes, translate
 from qrl.workspace import written_whole
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 NAMES = {  # verl's name → ours, where both mean the same
     "critic/score/mean": "train/reward",
@@ -111,9 +117,12 @@ def run(job: Job) -> Trained:
             log.unlink(missing_ok=True)  # of a try that reached no checkpoint
             write_configuration(job.work, made | {translate.ADDRESS: address})
             words = [MAIN, "--config-path", str(job.work), "--config-name", "recipe"]
-            with child.running(words, job.work, **variables) as trainer:
+            with _progress(job, resumed) as bar, child.running(words, job.work, **variables) as trainer:
                 for step, row in map(_entry, _following(log, trainer)):
-                    job.log(named(row, job), step)
+                    metrics = named(row, job)
+                    job.log(metrics, step)
+                    bar.set_postfix(reward=f"{metrics.get('train/reward', math.nan):.3g}", refresh=False)
+                    bar.update(step - bar.n)
                     for alarm in _watch(watchers, step, row):
                         job.log({f"watch/{alarm.watcher}": 1.0}, alarm.step)
                         job.warn(alarm)
@@ -211,6 +220,14 @@ def merge(base: checkpoint.Checkpoint, job: Job) -> None:
         else:
             shutil.copyfile(base.path / "config.json", folder / "config.json")
         plain.copy_text_files(base.path, folder)
+
+
+def _progress(job: Job, resumed: int) -> "tqdm":
+    """Say where verl's output goes, which starts Ray and an engine first, and draw the bar of its steps."""
+    print(f"verl writes to {child.output(MAIN, job.work)}", file=sys.stderr, flush=True)
+    from tqdm import tqdm
+
+    return tqdm(total=job.settings.steps, initial=resumed, desc="GRPO", unit="step", smoothing=0)
 
 
 def _following(log: Path, writer: subprocess.Popen) -> Iterator[str]:

@@ -5,7 +5,7 @@
     python tests/benchmarks/long/train.py WORK --check                  # short answers, CPU, `bf16` alone
     python tests/benchmarks/long/train.py WORK --print                  # the table again
 
-Makes a model that counts (chains.py) with a wrong sum in one of a thousand lines, then trains it with `qrl train`, all
+Makes a model that counts (chains.py) with a wrong sum in one of fifty lines, then trains it with `qrl train`, all
 weights, 64 completions a step; the reward is the share of right lines. Every kind has the same prompts and seed:
 
 bf16                vLLM in bf16
@@ -54,8 +54,9 @@ KINDS = {
     "nvfp4-a4": QAT,
     "nvfp4-a4-uncorrected": (*QAT, *PLAIN),
 }
-SLIP = 1e-3  # share of the sums that are wrong
-SHORT = 25  # lines of most texts of the corpus
+SLIP = 0.02  # share of the sums that are wrong
+SHORT = 25  # lines of a short text, at most
+WHOLE = 8  # of so many texts one is whole; of whole ones alone a model learns to copy, and forgets how to begin
 PART = 32  # texts that a process makes at once
 WORKERS = 8
 USUAL = "--train.method full --train.prompts_per_step 8 --train.generations 8 --train.micro_batch 4 --train.dtype bf16 "
@@ -68,9 +69,10 @@ CHECK_LINES = 12
 
 @dataclass(frozen=True)
 class Chains:
-    """A corpus as `qrl.tiny.train` reads it: answers of up to `lines` lines, some of whose sums are wrong."""
+    """A corpus as `qrl.tiny.train` reads it: answers of up to `short` lines, and some of `lines`, with wrong sums."""
 
     lines: int
+    short: int
     slip: float
     seed: int
 
@@ -85,10 +87,10 @@ class Chains:
 def _tokenized(part: tuple[Chains, Path, int, int]) -> list[list[int]]:
     """Return the token ids of a part of a corpus; in a process of its own."""
     corpus, folder, positions, number = part
-    tokens, draw = _tokenizer(folder), random.Random(f"corpus {corpus.seed} {number}")
-    whole, made = corpus.lines > SHORT, []
-    for _ in range(PART):
-        lines = corpus.lines if whole else draw.randint(1, corpus.lines)
+    tokens, draw, made = _tokenizer(folder), random.Random(f"corpus {corpus.seed} {number}"), []
+    for place in range(PART):
+        whole = corpus.lines > corpus.short and place % WHOLE == 0
+        lines = corpus.lines if whole else draw.randint(1, corpus.short)
         target, start, step = chains.drawn(draw, lines, range(2, 1000 if whole else 6000, 2))
         solution = chains.chain(target, start, step, lambda: draw.choice((-1, 1)) * (draw.random() < corpus.slip))
         asked = Question("", f"Count from {start} to {target} by {step}.", solution, str(target))
@@ -105,7 +107,7 @@ def _tokenizer(folder: Path):
 
 
 def make(out: Path, work: Path, *, check: bool) -> None:
-    """Make the model that counts: first on short texts, then on whole ones."""
+    """Make the model that counts: first on short texts, then on whole ones among them."""
     import torch
 
     from qrl.tiny import tokenizer
@@ -117,14 +119,16 @@ def make(out: Path, work: Path, *, check: bool) -> None:
     torch.manual_seed(0)
     device = "cpu" if check else "cuda"
     model = new_model(Shape(vocab=320, positions=TOKENS + 512).whole(), tokens).to(device)
-    limits = {"workers": 1 if check else WORKERS, "save_every": 10_000}
-    parts = [(SHORT if not check else 4, Budget(*((600, 512) if not check else (60, 32))))]
-    parts += [] if check else [(chains.LINES, Budget(600, 16, learning_rate=5e-4))]
-    for number, (lines, budget) in enumerate(parts):
+    limits = {"positions": TOKENS + 512, "workers": 1 if check else WORKERS, "save_every": 10_000}
+    short = 4 if check else SHORT
+    parts = [(short, Budget(*((60, 32) if check else (600, 512))), 0)]
+    parts += [] if check else [(chains.LINES, Budget(600, 128, learning_rate=5e-4), 128 // WHOLE)]
+    for number, (lines, budget, at_once) in enumerate(parts):
         place = work / f"part{number}"
         place.mkdir(exist_ok=True)
         (place / "tokenizer").exists() or (place / "tokenizer").symlink_to(work / "tokenizer")
-        train(model, tokens, Chains(lines, SLIP, number), budget, place, positions=TOKENS + 512, **limits)
+        corpus = Chains(lines, short, SLIP, number)
+        train(model, tokens, corpus, budget, place, micro_batch=at_once, **limits)
     with written_whole(out) as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokens.save_pretrained(folder)
