@@ -54,7 +54,12 @@ def run(recipe: Recipe, path: Path, device: str) -> Trial:
     context = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot fork
     try:
         with ProcessPoolExecutor(1, context, process.settle) as pool:
-            return pool.submit(_run, recipe, path, device).result()
+            try:
+                return pool.submit(_run, recipe, path, device).result()
+            except KeyboardInterrupt:
+                for child in multiprocessing.active_children():
+                    child.kill()  # else the pool waits until the answers are there
+                raise
     except RuntimeError as error:  # torch's OutOfMemoryError, or BrokenProcessPool where the process was killed
         if type(error).__name__ not in ("OutOfMemoryError", "BrokenProcessPool"):
             raise

@@ -1,8 +1,12 @@
 """What speaks against a study is said before anything is built or trained, and twenty answers of the base are shown."""
 
 import json
+import multiprocessing
 import os
 import shutil
+import signal
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -224,7 +228,6 @@ def test_the_shipped_model_passes_and_two_answers_a_time_and_the_memory_are_show
     assert "(train " in shown and "evaluate " in shown and "of it for weights and optimizer" in shown
 
 
-@pytest.mark.process
 def full(*_: object) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nMore.")
 
@@ -239,6 +242,27 @@ def test_a_gpu_without_room_for_the_trial_gets_a_sentence(end, says, monkeypatch
     monkeypatch.setattr(trial, "_run", end)
     with pytest.raises(QrlError, match=f"could not answer 20 questions on this cuda .*{says}"):
         trial.run(study(), tiny.PATH, "cuda")
+
+
+def waiting(_: object, folder: Path, __: object) -> None:
+    (folder / "begun").touch()
+    time.sleep(60)
+    (folder / "ended").touch()
+
+
+@pytest.mark.process
+def test_a_signal_during_the_trial_does_not_wait_for_its_answers(monkeypatch, tmp_path):
+    monkeypatch.setattr(trial, "_run", waiting)
+
+    def interrupt() -> None:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        trial.run(study(), tmp_path, "cuda")
+    assert not multiprocessing.active_children() and not (tmp_path / "ended").exists()
 
 
 def test_a_base_that_cannot_answer_ends_the_study_with_its_answers_and_yes_goes_on(random_llama, capsys):
