@@ -35,7 +35,7 @@ def begin(model: RegisteredModel, versions: Sequence[ModelVersion]) -> str:
     if chosen is None:
         key += f".{len(known)}" if known else ""  # those that were named are gone
         origin = next((run for run in made_by if run.info.lifecycle_stage == "active"), None)
-        tags = {names.TAG_STEP: "registry", names.TAG_PID: signals.identity()}
+        tags = {names.TAG_STEP: "registry", names.TAG_PID: signals.owner()}
         experiment, began = (origin.info.experiment_id, origin.info.start_time) if origin else ("0", None)
         run = client.create_run(experiment, began, tags, run_name=f"decisions on {model.name}")
         client.set_terminated(run.info.run_id, "FINISHED", began)

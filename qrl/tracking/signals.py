@@ -2,9 +2,10 @@
 
 SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. It would leave half a module behind where something is being
 imported, and code may swallow it, as a weak reference's callback does, or wait for an engine that died. In these cases
-the process ends where it stands (`end_now`): it kills its children, and a fresh interpreter in its place ends its runs
-and waits until the children are gone, since freeing a GPU takes a moment. A step that another command of ours launched
-leaves its runs to that command, which has imported MLflow already, and notes for it which signal it was.
+the process ends where it stands (`end_now`): it kills its children and waits until they are gone, since freeing a GPU
+takes a moment. If it has opened a run (`owner`), a fresh interpreter in its place ends that, too. A step that another
+command of ours launched leaves its runs to that command, which has imported MLflow already, and notes for it which
+signal it was.
 
 A process that `mlflow run` started also requests SIGTERM from the kernel for its parent's death, because MLflow dies of
 a signal without passing it on.
@@ -40,6 +41,7 @@ _unwind_s = _UNWIND_S
 _stopping = False
 _launcher = 0  # pid of the process of ours that launched this one
 _run_id = ""  # of the run that it opened for us
+_opens = False  # whether it has opened a run, or was about to
 _ends = False  # whether this process is one of our commands, which a signal ends; a notebook goes on after Ctrl-C
 _LONGEST_BOOT = 10**9  # seconds; more are since the epoch
 
@@ -118,7 +120,7 @@ def end_now(signum: int) -> NoReturn:
     if launched:
         with suppress(OSError):
             _note(_run_id).write_text(str(signum))
-    if launched or ("mlflow" not in sys.modules and "MLFLOW_RUN_ID" not in os.environ):
+    if launched or not (_opens or "MLFLOW_RUN_ID" in os.environ):
         bury_children()
         os._exit(stopped.code)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in the fresh interpreter too
@@ -175,6 +177,13 @@ def _imports(frame: FrameType | None) -> bool:
 def identity() -> str:
     """Return host:pid:start of this process, in whole seconds since the machine's: a clock that is set moves others."""
     return f"{socket.gethostname()}:{os.getpid()}:{_since_boot(psutil.Process()):.0f}"
+
+
+def owner() -> str:
+    """Return `identity`, for the tag of a run that is opened next: from now on a stop signal has to end it."""
+    global _opens  # noqa: PLW0603
+    _opens = True
+    return identity()
 
 
 def _since_boot(process: psutil.Process) -> float:

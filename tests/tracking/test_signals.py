@@ -113,6 +113,15 @@ def test_a_signal_that_is_swallowed_ends_the_process_its_children_and_its_run(st
     assert len(below) == 2 and not any(psutil.pid_exists(int(pid)) for pid in below)  # nor as zombies
 
 
+def test_a_process_without_a_run_ends_at_once_and_asks_no_store(tmp_path):
+    words = "import os; from qrl.tracking import runs, signals; signals.guard(caught=False, ends=True); "
+    words += "os.kill(os.getpid(), 15)"
+    how = {"env": environment(f"sqlite:///{tmp_path}/store.db"), "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", words], check=False, **how)
+    assert (done.returncode, done.stderr) == (143, "Stopped by SIGTERM. Run the same command again to resume.\n")
+    assert not (tmp_path / "store.db").exists()
+
+
 @pytest.mark.parametrize("both", [True, False], ids=["the launcher is stopped too", "only the step is"])
 def test_a_launched_step_ends_where_it_stands_and_leaves_its_runs_to_its_launcher(both, store):
     opened = mlflow.MlflowClient().create_run("0").info.run_id  # as a study does
