@@ -56,6 +56,9 @@ def settle() -> None:
     # OpenMP threads that spin while they wait take the processor from the threads they wait for, if others want it too:
     # on two busy cores decoding took 5.8 s instead of 1.5 s in one trial.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    # Images are kept small by it; but a study starts dozens of processes, and each would compile all that it imports.
+    if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+        sys.dont_write_bytecode = False
     # Else every engine of vLLM's has two processes import torch, at a core each, to build kernels that are rarely used.
     os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
     for name in CHATTY:

@@ -116,6 +116,13 @@ def test_no_process_of_ours_and_none_that_it_starts_reads_pickles(monkeypatch):
         assert engines.environment(engine, None)["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
 
 
+def test_what_our_processes_import_is_compiled_once_whatever_the_image_says(monkeypatch):
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    process.settle()
+    assert "PYTHONDONTWRITEBYTECODE" not in os.environ and not sys.dont_write_bytecode
+
+
 def locked_versions(name: str) -> list[tuple[str, str]]:
     """Return package and version, as often as they are locked: for Python 3.11 first, then for later ones."""
     return re.findall(r"^([\w.-]+)==([^ ;]+)", (SUPPLY / f"{name}.lock").read_text(), re.MULTILINE)
