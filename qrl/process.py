@@ -56,11 +56,10 @@ def settle() -> None:
     # OpenMP threads that spin while they wait take the processor from the threads they wait for, if others want it too:
     # on two busy cores decoding took 5.8 s instead of 1.5 s in one trial.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    # Images are kept small by it; but a study starts dozens of processes, and each would compile all that it imports.
+    # Images set it to stay small, but each of a study's dozens of processes would then compile all that it imports;
+    # PYTHONPYCACHEPREFIX says where the compiled files go.
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         sys.dont_write_bytecode = False
-    # Else every engine of vLLM's has two processes import torch, at a core each, to build kernels that are rarely used.
-    os.environ.setdefault("HUMMING_DISABLE_PARALLEL_BUILD", "1")
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)

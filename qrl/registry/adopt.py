@@ -35,8 +35,9 @@ def begin(model: RegisteredModel, versions: Sequence[ModelVersion]) -> str:
     if chosen is None:
         key += f".{len(known)}" if known else ""  # those that were named are gone
         origin = next((run for run in made_by if run.info.lifecycle_stage == "active"), None)
-        tags = {names.TAG_STEP: "registry", names.TAG_PID: signals.owner()}
+        tags = {names.TAG_STEP: "registry", names.TAG_PID: signals.identity()}
         experiment, began = (origin.info.experiment_id, origin.info.start_time) if origin else ("0", None)
+        signals.note_run()
         run = client.create_run(experiment, began, tags, run_name=f"decisions on {model.name}")
         client.set_terminated(run.info.run_id, "FINISHED", began)
         chosen = run.info.run_id

@@ -209,6 +209,7 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
     manager = projects.env_manager(parent or run_id)
     own, nodes = not (run_id or parent), cluster.chosen() if parent else None  # a study's steps can be jobs
     signals.patient(forever=step == "serve")
+    signals.note_run()
     if nodes:
         from qrl.cluster import jobs
 

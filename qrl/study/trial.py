@@ -53,11 +53,12 @@ def run(recipe: Recipe, path: Path, device: str) -> Trial:
         return _run(recipe, path, device)
     context = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot fork
     try:
+        before = multiprocessing.active_children()  # a notebook's own
         with ProcessPoolExecutor(1, context, process.settle) as pool:
             try:
                 return pool.submit(_run, recipe, path, device).result()
             except KeyboardInterrupt:
-                for child in multiprocessing.active_children():
+                for child in set(multiprocessing.active_children()).difference(before):
                     child.kill()  # else the pool waits until the answers are there
                 raise
     except RuntimeError as error:  # torch's OutOfMemoryError, or BrokenProcessPool where the process was killed

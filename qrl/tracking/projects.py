@@ -23,7 +23,7 @@ _MANAGER = "mlflow.project.env"
 def open_child(parent: str, name: str) -> str:
     """Open a run for a step to join, below the parent if there is one; return its id, known before the step begins."""
     experiment = runs.opened(parent).info.experiment_id if parent else _get_experiment_id() or "0"
-    tags = {names.TAG_PID: signals.owner()} | ({runs.PARENT: parent} if parent else {})
+    tags = {names.TAG_PID: signals.identity()} | ({runs.PARENT: parent} if parent else {})
     return mlflow.MlflowClient().create_run(experiment, tags=tags, run_name=name).info.run_id
 
 

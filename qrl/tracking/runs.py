@@ -162,7 +162,8 @@ def _explained(run_id: str | None) -> Iterator[None]:
 def _start(run_name: str, tags: Mapping[str, object], system_metrics: bool = False) -> mlflow.ActiveRun:
     """Begin a run that has its process's identity from the first moment, or join the one that MLFLOW_RUN_ID names."""
     mlflow.set_system_metrics_sampling_interval(_SYSTEM_METRICS_EVERY)
-    nested, tags = mlflow.active_run() is not None, {names.TAG_PID: signals.owner(), **tags}
+    signals.note_run()
+    nested, tags = mlflow.active_run() is not None, {names.TAG_PID: signals.identity(), **tags}
     with _explained(os.environ.get("MLFLOW_RUN_ID")):  # which MLflow takes out of the environment
         return mlflow.start_run(run_name=run_name, nested=nested, tags=tags, log_system_metrics=system_metrics)
 

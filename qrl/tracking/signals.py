@@ -3,7 +3,7 @@
 SIGINT, SIGTERM and SIGHUP become the exception `Stopped`. It would leave half a module behind where something is being
 imported, and code may swallow it, as a weak reference's callback does, or wait for an engine that died. In these cases
 the process ends where it stands (`end_now`): it kills its children and waits until they are gone, since freeing a GPU
-takes a moment. If it has opened a run (`owner`), a fresh interpreter in its place ends that, too. A step that another
+takes a moment. If it has a run (`note_run`), a fresh interpreter in its place ends that, too. A step that another
 command of ours launched leaves its runs to that command, which has imported MLflow already, and notes for it which
 signal it was.
 
@@ -41,7 +41,7 @@ _unwind_s = _UNWIND_S
 _stopping = False
 _launcher = 0  # pid of the process of ours that launched this one
 _run_id = ""  # of the run that it opened for us
-_opens = False  # whether it has opened a run, or was about to
+_has_run = False  # whether this process has a run, or is about to open one
 _ends = False  # whether this process is one of our commands, which a signal ends; a notebook goes on after Ctrl-C
 _LONGEST_BOOT = 10**9  # seconds; more are since the epoch
 
@@ -110,7 +110,10 @@ def patient(*, forever: bool = False) -> None:
 
 
 def end_now(signum: int) -> NoReturn:
-    """Kill what this process started, end its runs as KILLED by a fresh interpreter in its place, and exit."""
+    """Kill what this process started, and exit.
+
+    If it has a run and no launcher that ends it, a fresh interpreter in its place ends it as KILLED.
+    """
     stopped = Stopped(signum)
     with suppress(OSError):
         os.write(2, f"{stopped} Run the same command again to resume.\n".encode())
@@ -120,7 +123,7 @@ def end_now(signum: int) -> NoReturn:
     if launched:
         with suppress(OSError):
             _note(_run_id).write_text(str(signum))
-    if launched or not (_opens or "MLFLOW_RUN_ID" in os.environ):
+    if launched or not (_has_run or _run_id or "MLFLOW_RUN_ID" in os.environ):
         bury_children()
         os._exit(stopped.code)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in the fresh interpreter too
@@ -179,11 +182,10 @@ def identity() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{_since_boot(psutil.Process()):.0f}"
 
 
-def owner() -> str:
-    """Return `identity`, for the tag of a run that is opened next: from now on a stop signal has to end it."""
-    global _opens  # noqa: PLW0603
-    _opens = True
-    return identity()
+def note_run() -> None:
+    """Note that this process is about to open a run, or to work under one: a stop signal has to end it."""
+    global _has_run  # noqa: PLW0603
+    _has_run = True
 
 
 def _since_boot(process: psutil.Process) -> float:

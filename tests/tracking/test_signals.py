@@ -122,6 +122,25 @@ def test_a_process_without_a_run_ends_at_once_and_asks_no_store(tmp_path):
     assert not (tmp_path / "store.db").exists()
 
 
+HANDED = """
+import os, subprocess, sys
+from qrl.tracking import signals
+signals.guard(ends=True)
+own = {"MLFLOW_RUN_ID": os.environ.pop("MLFLOW_RUN_ID")}
+step = subprocess.Popen([sys.executable, "-c", sys.argv[1]], env=os.environ | own, stdout=subprocess.PIPE)
+step.stdout.readline()
+signals.end_now(15)
+"""
+
+
+def test_a_command_that_handed_its_run_over_ends_it_where_it_stands(store):
+    opened = mlflow.MlflowClient().create_run("0").info.run_id  # as `mlflow run` does
+    how = {"env": environment(store, MLFLOW_RUN_ID=opened), "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", HANDED, STARTING], check=False, **how)
+    assert done.returncode == 143, done.stderr
+    assert {run.info.status for run in mlflow.search_runs(output_format="list")} == {"KILLED"}
+
+
 @pytest.mark.parametrize("both", [True, False], ids=["the launcher is stopped too", "only the step is"])
 def test_a_launched_step_ends_where_it_stands_and_leaves_its_runs_to_its_launcher(both, store):
     opened = mlflow.MlflowClient().create_run("0").info.run_id  # as a study does

@@ -223,7 +223,7 @@ def merge(base: checkpoint.Checkpoint, job: Job) -> None:
 
 
 def _progress(job: Job, resumed: int) -> "tqdm":
-    """Say where verl's output goes, which starts Ray and an engine first, and draw the bar of its steps."""
+    """Print where verl writes, since Ray and an engine start before its first step, and return the bar of its steps."""
     print(f"verl writes to {child.output(MAIN, job.work)}", file=sys.stderr, flush=True)
     from tqdm import tqdm
 

@@ -55,8 +55,8 @@ KINDS = {
     "nvfp4-a4-uncorrected": (*QAT, *PLAIN),
 }
 SLIP = 0.02  # share of the sums that are wrong
-SHORT = 25  # lines of a short text, at most
-WHOLE = 8  # of so many texts one is whole; of whole ones alone a model learns to copy, and forgets how to begin
+SHORT = 4  # lines of a short text, at most: the first sums cannot be copied from the lines before
+WHOLE = 8  # of so many texts one is whole; among whole ones alone a model forgets how to add
 PART = 32  # texts that a process makes at once
 WORKERS = 8
 USUAL = "--train.method full --train.prompts_per_step 8 --train.generations 8 --train.micro_batch 4 --train.dtype bf16 "
@@ -69,10 +69,12 @@ CHECK_LINES = 12
 
 @dataclass(frozen=True)
 class Chains:
-    """A corpus as `qrl.tiny.train` reads it: answers of up to `short` lines, and some of `lines`, with wrong sums."""
+    """A corpus as `qrl.tiny.train` reads it: answers of up to SHORT lines; if `lines` is more, so many in one of WHOLE.
+
+    A share `slip` of the sums is wrong.
+    """
 
     lines: int
-    short: int
     slip: float
     seed: int
 
@@ -89,8 +91,8 @@ def _tokenized(part: tuple[Chains, Path, int, int]) -> list[list[int]]:
     corpus, folder, positions, number = part
     tokens, draw, made = _tokenizer(folder), random.Random(f"corpus {corpus.seed} {number}"), []
     for place in range(PART):
-        whole = corpus.lines > corpus.short and place % WHOLE == 0
-        lines = corpus.lines if whole else draw.randint(1, corpus.short)
+        whole = corpus.lines > SHORT and place % WHOLE == 0
+        lines = corpus.lines if whole else draw.randint(1, SHORT)
         target, start, step = chains.drawn(draw, lines, range(2, 1000 if whole else 6000, 2))
         solution = chains.chain(target, start, step, lambda: draw.choice((-1, 1)) * (draw.random() < corpus.slip))
         asked = Question("", f"Count from {start} to {target} by {step}.", solution, str(target))
@@ -120,14 +122,13 @@ def make(out: Path, work: Path, *, check: bool) -> None:
     device = "cpu" if check else "cuda"
     model = new_model(Shape(vocab=320, positions=TOKENS + 512).whole(), tokens).to(device)
     limits = {"positions": TOKENS + 512, "workers": 1 if check else WORKERS, "save_every": 10_000}
-    short = 4 if check else SHORT
-    parts = [(short, Budget(*((60, 32) if check else (600, 512))), 0)]
+    parts = [(SHORT, Budget(*((60, 32) if check else (1000, 512))), 0)]
     parts += [] if check else [(chains.LINES, Budget(600, 128, learning_rate=5e-4), 128 // WHOLE)]
     for number, (lines, budget, at_once) in enumerate(parts):
         place = work / f"part{number}"
         place.mkdir(exist_ok=True)
         (place / "tokenizer").exists() or (place / "tokenizer").symlink_to(work / "tokenizer")
-        corpus = Chains(lines, short, SLIP, number)
+        corpus = Chains(lines, SLIP, number)
         train(model, tokens, corpus, budget, place, micro_batch=at_once, **limits)
     with written_whole(out) as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
