@@ -21,6 +21,7 @@ sequence ESS, and which watchers warned. Output goes to WORK/logs and WORK/*.db;
 
 import argparse
 import functools
+import itertools
 import multiprocessing
 import os
 import random
@@ -55,8 +56,9 @@ KINDS = {
     "nvfp4-a4-uncorrected": (*QAT, *PLAIN),
 }
 SLIP = 0.02  # share of the sums that are wrong
-SHORT = 4  # lines of a short text, at most: the first sums cannot be copied from the lines before
-WHOLE = 8  # of so many texts one is whole; among whole ones alone a model forgets how to add
+SHORT = 4  # lines of a text that is cut, at most: the first sums cannot be copied from the lines before
+WHOLE = 8  # of so many texts one is whole; of whole ones alone a model learns to copy, and not to add
+LINES = 3  # whose likeliest tokens are looked at
 PART = 32  # texts that a process makes at once
 WORKERS = 8
 USUAL = "--train.method full --train.prompts_per_step 8 --train.generations 8 --train.micro_batch 4 --train.dtype bf16 "
@@ -69,13 +71,10 @@ CHECK_LINES = 12
 
 @dataclass(frozen=True)
 class Chains:
-    """A corpus as `qrl.tiny.train` reads it: answers of up to SHORT lines; if `lines` is more, so many in one of WHOLE.
+    """A corpus as `qrl.tiny.train` reads it: long answers cut after a few lines, and `whole` ones among them."""
 
-    A share `slip` of the sums is wrong.
-    """
-
-    lines: int
-    slip: float
+    whole: bool  # else all are cut
+    slip: float  # share of the sums that are wrong
     seed: int
 
     def token_ids(self, folder: Path, first: int, n: int, positions: int, workers: int):
@@ -91,12 +90,14 @@ def _tokenized(part: tuple[Chains, Path, int, int]) -> list[list[int]]:
     corpus, folder, positions, number = part
     tokens, draw, made = _tokenizer(folder), random.Random(f"corpus {corpus.seed} {number}"), []
     for place in range(PART):
-        whole = corpus.lines > SHORT and place % WHOLE == 0
-        lines = corpus.lines if whole else draw.randint(1, SHORT)
-        target, start, step = chains.drawn(draw, lines, range(2, 1000 if whole else 6000, 2))
+        whole = corpus.whole and place % WHOLE == 0
+        target, start, step = chains.drawn(draw, chains.LINES, range(2, 1000 if whole else 6000, 2))
         solution = chains.chain(target, start, step, lambda: draw.choice((-1, 1)) * (draw.random() < corpus.slip))
         asked = Question("", f"Count from {start} to {target} by {step}.", solution, str(target))
         text = prompt.training_text(tokens, asked, "plain")
+        if not whole:
+            head, _, _ = text.partition(solution)
+            text = head + "".join(solution.splitlines(keepends=True)[: draw.randint(1, SHORT)])
         made.append(tokens(text, add_special_tokens=False)["input_ids"][:positions])
     return made
 
@@ -109,7 +110,7 @@ def _tokenizer(folder: Path):
 
 
 def make(out: Path, work: Path, *, check: bool) -> None:
-    """Make the model that counts: first on short texts, then on whole ones among them."""
+    """Make the model that counts: first on the beginnings of answers, then on whole ones among them."""
     import torch
 
     from qrl.tiny import tokenizer
@@ -122,17 +123,39 @@ def make(out: Path, work: Path, *, check: bool) -> None:
     device = "cpu" if check else "cuda"
     model = new_model(Shape(vocab=320, positions=TOKENS + 512).whole(), tokens).to(device)
     limits = {"positions": TOKENS + 512, "workers": 1 if check else WORKERS, "save_every": 10_000}
-    parts = [(SHORT, Budget(*((60, 32) if check else (1000, 512))), 0)]
-    parts += [] if check else [(chains.LINES, Budget(600, 128, learning_rate=5e-4), 128 // WHOLE)]
-    for number, (lines, budget, at_once) in enumerate(parts):
+    parts = [(False, Budget(*((60, 32) if check else (1000, 512))), 0)]
+    parts += [] if check else [(True, Budget(600, 128, learning_rate=5e-4), 128 // WHOLE)]
+    for number, (whole, budget, at_once) in enumerate(parts):
         place = work / f"part{number}"
         place.mkdir(exist_ok=True)
         (place / "tokenizer").exists() or (place / "tokenizer").symlink_to(work / "tokenizer")
-        corpus = Chains(lines, SLIP, number)
+        corpus = Chains(whole, SLIP, number)
         train(model, tokens, corpus, budget, place, micro_batch=at_once, **limits)
+        print(
+            f"{_begun(model, tokens):.2f} of the first {LINES} lines are the likeliest, each after right ones",
+            flush=True,
+        )
     with written_whole(out) as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokens.save_pretrained(folder)
+
+
+def _begun(model, tokens) -> float:
+    """Return of 64 questions the share of first lines that are the model's most likely ones, each after right ones."""
+    import torch
+
+    right = 0
+    for asked in chains.load("train", 64, 0):
+        head = prompt.training_text(tokens, asked, "plain").partition(asked.solution)[0]
+        ids = [
+            tokens(head + "".join(asked.solution.splitlines(keepends=True)[:n]), add_special_tokens=False)["input_ids"]
+            for n in range(LINES + 1)
+        ]
+        with torch.no_grad():
+            likely = model(torch.tensor([ids[-1]], device=model.device)).logits[0].argmax(-1).tolist()
+        ends = [len(each) for each in ids]
+        right += sum(likely[a - 1 : b - 1] == ids[-1][a:b] for a, b in itertools.pairwise(ends))
+    return right / 64 / LINES
 
 
 def trained(kind: str, work: Path, steps: int, *, check: bool) -> str:
