@@ -34,6 +34,7 @@ from findings import OF_GRPO
 
 from qrl import names, tiny
 from qrl import recipe as recipes
+from qrl.study.arms import load as load_arms
 from qrl.tiny.make import RECORD
 
 
@@ -156,6 +157,7 @@ class Work:
             few = [scheme for scheme in self.schemes if scheme in OF_GRPO]
             schemes = ["--quantize.schemes", ",".join(few)] if few else []
             with self.training:
+                self.begin(arm, base, seed, recipe)
                 whole = self.qrl(f"arm-{arm}-{size}-{seed}", "sweep", *recipe, *words, arm, *schemes)
             if whole and arm == QAD:
                 control = export.trained(self.store, names.DISTILLED, **{"train.teacher": grpo})
@@ -172,6 +174,13 @@ class Work:
             self.qrl(f"sweep-{size}-{seed}", "sweep", *recipe, *words, ",".join(self.arms))
         for job in jobs:
             job.result()  # raises what a job has raised
+
+    def begin(self, arm: str, base: str, seed: int, recipe: Sequence[str]) -> None:
+        """Train an arm that does not need GRPO's model while that is trained; the arm's sweep reuses it."""
+        _, own = load_arms(recipe[1], (arm,), {"model": base}, seed)
+        if own.recipe.train.teacher is None:
+            words = [word for key, value in own.typed.items() for word in (f"--{key}", value)]
+            self.qrl(f"train-{arm}-{Path(base).name}-{seed}", "train", *words)
 
     def recipe_of(self, size: str, shape: Size) -> str:
         """Write the sweep's recipe for one size, whose settings hold for arms that do not change them."""
