@@ -263,7 +263,7 @@ def test_a_signal_during_the_trial_does_not_wait_for_its_answers(monkeypatch, tm
     threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         trial.run(study(), tmp_path, "cuda")
-    assert set(multiprocessing.active_children()) == set(before) and not (tmp_path / "ended").exists()
+    assert set(multiprocessing.active_children()) <= set(before) and not (tmp_path / "ended").exists()
 
 
 def test_a_base_that_cannot_answer_ends_the_study_with_its_answers_and_yes_goes_on(random_llama, capsys):
