@@ -400,7 +400,7 @@ def test_a_merge_that_fails_is_a_sentence_and_leaves_no_model(merger, tmp_path):
 
 
 TRAINER = """
-import argparse, json, os
+import argparse, json
 from pathlib import Path
 import yaml
 parser = argparse.ArgumentParser()
@@ -424,8 +424,7 @@ def test_a_resumed_training_shows_its_progress_and_where_verl_writes(merger, tmp
     (package / "trainer" / "__init__.py").touch()
     (package / "trainer" / "main_ppo.py").write_text(TRAINER)
     monkeypatch.syspath_prepend(str(package.parent))
-    noted = work / translate.CHECKPOINTS / "latest_checkpointed_iteration.txt"
-    noted.write_text("2")
+    (work / translate.CHECKPOINTS / "latest_checkpointed_iteration.txt").write_text("2")
     logged = []
     made = replace(job(work, settings(train__steps="4")), out=tmp_path / "model", log=lambda *row: logged.append(row))
     trained = training.run(made)

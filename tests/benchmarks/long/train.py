@@ -57,7 +57,7 @@ KINDS = {
 }
 SLIP = 0.02  # share of the sums that are wrong
 SHORT = 4  # lines of a text that is cut, at most: the first sums cannot be copied from the lines before
-WHOLE = 8  # of so many texts one is whole; of whole ones alone a model learns to copy, and not to add
+WHOLE = 8  # of so many texts one is whole; from whole ones alone a model learns to go on, but not to begin
 LINES = 3  # whose likeliest tokens are looked at
 PART = 32  # texts that a process makes at once
 WORKERS = 8
