@@ -193,7 +193,7 @@ def test_an_adapter_is_verls_adapter(tmp_path):
     model = "actor_rollout_ref.model"
     assert (made[f"{model}.lora_rank"], made[f"{model}.lora_alpha"]) == (16, 32)
     assert made[f"{model}.target_modules"] == "all-linear"
-    assert made["actor_rollout_ref.rollout.load_format"] == "safetensors"
+    assert made["actor_rollout_ref.rollout.load_format"] == "safetensors" and made[f"{model}.lora.merge"]
 
 
 @pytest.mark.parametrize(
@@ -433,6 +433,32 @@ def test_a_resumed_training_shows_its_progress_and_where_verl_writes(merger, tmp
     told = capsys.readouterr().err
     assert f"verl writes to {work}/verl.trainer.main_ppo.log" in told
     assert "2/4" in told and "4/4" in told and "reward=0.5" in told
+
+
+WAITING = """
+import time
+print("(EngineCore pid=1) ERROR 11-27 07:32:18 [core.py:1] Invocation of collective_rpc method failed")
+said = "(EngineCore pid=1) ERROR 11-27 07:32:18 [core.py:1] AttributeError: no mapper"
+print(f"\\x1b[36m(Server pid=2)\\x1b[0m {said}", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.process
+def test_a_training_that_waits_for_a_failed_engine_ends_with_its_error(merger, tmp_path, monkeypatch):
+    work = tmp_path / "work"
+    package = tmp_path / "path" / "verl"
+    (package / "trainer").mkdir()
+    (package / "trainer" / "__init__.py").touch()
+    (package / "trainer" / "main_ppo.py").write_text(WAITING)
+    monkeypatch.syspath_prepend(str(package.parent))
+    (work / translate.CHECKPOINTS / "latest_checkpointed_iteration.txt").write_text("2")
+    monkeypatch.setattr(training, "_PATIENCE_S", 1.0)
+    monkeypatch.setattr(child, "_GRACE_S", 5)
+    made = replace(job(work, settings(train__steps="4")), out=tmp_path / "model")
+    with pytest.raises(QrlError, match=r"still waits for a vLLM engine that failed: AttributeError: no mapper"):
+        training.run(made)
+    assert not made.out.exists()
 
 
 def launched(monkeypatch, world: int, here: int, rank: int = 0) -> None:

@@ -23,7 +23,10 @@ _MARK = "QRL_VERL_RUN"  # names, in their environment, the processes of one trai
 _NOT_PASSED = re.compile(  # our run, somebody else's Ray, and torchrun's ranks, for which verl's workers have their own
     "MLFLOW_RUN_ID|RAY_ADDRESS|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
 )
-_ERROR = re.compile(r"^(?:\(.*?\) )?([\w.]*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_ERROR = re.compile(r"^(?:\(.*?\) )*(?:ERROR .*?\] )?([\w.]*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
+_ENGINE_FAILED = re.compile(rb"EngineDeadError|EngineCore encountered a fatal error|Invocation of \w+ method failed")
+_LONGEST = 64  # bytes of such a text, which two reads may divide
 _LAST_BYTES, _GRACE_S = 20_000, 20
 
 
@@ -37,7 +40,7 @@ def running(words: list[str], work: Path, **variables: str) -> Iterator[subproce
     with started(words, work, **variables) as child:
         yield child
         if child.wait():
-            raise QrlError(failure(words[0], child.returncode, work))
+            raise QrlError(failure(words[0], ended(child.returncode), work))
 
 
 @contextlib.contextmanager
@@ -63,16 +66,36 @@ def started(words: list[str], work: Path, **variables: str) -> Iterator[subproce
         _end(mark)
 
 
-def failure(module: str, code: int, work: Path) -> str:
-    """Return a sentence on a module that ended with an exit code other than 0, with the last error in its output."""
+def ended(code: int) -> str:
+    """Return how a process ended whose exit code is not 0."""
+    return f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def failure(module: str, how: str, work: Path) -> str:
+    """Return a sentence on a module that failed, with how and the last error in its output."""
     file = output(module, work)
-    text = file.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace")
+    text = _COLOUR.sub("", file.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace"))
     lines = _ERROR.findall(text) or [line for line in text.split("\n") if line.strip()] or ["it wrote nothing"]
-    how = f"signal {-code}" if code < 0 else f"exit code {code}"
     return (
-        f"{module} ended with {how}: {lines[-1].strip()[:500]}. Mend what its output says, {file}, and run the same "
+        f"{module} {how}: {lines[-1].strip()[:500]}. Mend what its output says, {file}, and run the same "
         "command again: it resumes from the newest checkpoint."
     )
+
+
+def engine_failures(file: Path) -> Iterator[bool]:
+    """Yield, as often as asked, whether the output since the last time tells of a vLLM engine that failed.
+
+    verl waits without end for an engine whose process lives on.
+    """
+    read, rest = file.stat().st_size, b""  # what an earlier try wrote does not count
+    while True:
+        with file.open("rb") as opened:
+            opened.seek(read)
+            part = opened.read()
+        read += len(part)
+        found = _ENGINE_FAILED.search(rest + part)
+        rest = b"" if found else (rest + part)[-_LONGEST:]
+        yield bool(found)
 
 
 def output(module: str, work: Path) -> Path:

@@ -86,7 +86,7 @@ def join(work: Path) -> None:
     with _node(work, name, [f"--address={known['address']}"], known["token"]) as (ray, _):
         while not _ended(store):
             if ray.poll() is not None and not _ended(store):
-                raise QrlError(child.failure(_RAY, ray.returncode, work / name))
+                raise QrlError(child.failure(_RAY, child.ended(ray.returncode), work / name))
             time.sleep(_LOOK_S)
 
 
@@ -136,7 +136,7 @@ def _address(ray: subprocess.Popen, folder: Path, output: Path) -> str:
         time.sleep(_LOOK_S)
     if ray.poll() is None:
         raise QrlError(f"Ray's head did not start in {START_S} s: see {output}, and run the same command again.")
-    raise QrlError(child.failure(_RAY, ray.returncode, output))
+    raise QrlError(child.failure(_RAY, child.ended(ray.returncode), output))
 
 
 def _joined(address: str, work: Path, token: dict[str, str]) -> list[int]:

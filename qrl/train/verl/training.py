@@ -22,7 +22,7 @@ import yaml
 
 from qrl import checkpoint, tasks
 from qrl.engine import hf
-from qrl.errors import BadInput
+from qrl.errors import BadInput, QrlError
 from qrl.formats import plain
 from qrl.tasks import prompt
 from qrl.train import arguments, grpo, parallel, policy, save
@@ -55,6 +55,7 @@ _STEP_S, _GENERATE_S = "timing_s/step", "timing_s/gen"
 MAIN = "verl.trainer.main_ppo"
 LOG = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"  # read on any node
 _LOOK_S = 1.0
+_PATIENCE_S = 300.0  # that verl has, after a failure of its engine, for its next step or for ending by itself
 
 
 def check(base: checkpoint.Checkpoint, job: Job) -> None:
@@ -98,7 +99,7 @@ def run(job: Job) -> Trained:
 
     Raises:
         BadInput: `check` refuses the job.
-        QrlError: verl failed; the sentence has its last line and the path of its whole output.
+        QrlError: verl or its engine failed; the sentence has the last error and the path of the whole output.
     """
     base = checkpoint.check(job.base)
     _ = base.digest  # which an adapter will name, whatever the folder holds by then
@@ -118,7 +119,7 @@ def run(job: Job) -> Trained:
             write_configuration(job.work, made | {translate.ADDRESS: address})
             words = [MAIN, "--config-path", str(job.work), "--config-name", "recipe"]
             with _progress(job, resumed) as bar, child.running(words, job.work, **variables) as trainer:
-                for step, row in map(_entry, _following(log, trainer)):
+                for step, row in map(_entry, _following(log, trainer, job.work)):
                     metrics = named(row, job)
                     job.log(metrics, step)
                     bar.set_postfix(reward=f"{metrics.get('train/reward', math.nan):.3g}", refresh=False)
@@ -230,9 +231,14 @@ def _progress(job: Job, resumed: int) -> "tqdm":
     return tqdm(total=job.settings.steps, initial=resumed, desc="GRPO", unit="step", smoothing=0)
 
 
-def _following(log: Path, writer: subprocess.Popen) -> Iterator[str]:
-    """Yield the whole lines of a file that a process writes, as they come, until it has ended."""
-    read, rest = 0, b""
+def _following(log: Path, writer: subprocess.Popen, work: Path) -> Iterator[str]:
+    """Yield the whole lines of a file that verl's process writes, as they come, until it has ended.
+
+    Raises:
+        QrlError: its engine has failed, and neither a step nor its end has followed.
+    """
+    read, rest, failed = 0, b"", math.inf
+    failures = child.engine_failures(child.output(MAIN, work))
     while True:
         ended = writer.poll() is not None
         if log.is_file():
@@ -242,8 +248,13 @@ def _following(log: Path, writer: subprocess.Popen) -> Iterator[str]:
             read += len(part)
             *lines, rest = (rest + part).split(b"\n")
             yield from (line.decode() for line in lines if line)
+            failed = math.inf if lines else failed
         if ended:
             return
+        if next(failures):
+            failed = time.monotonic()
+        if time.monotonic() - failed > _PATIENCE_S:
+            raise QrlError(child.failure(MAIN, "still waits for a vLLM engine that failed", work))
         time.sleep(_LOOK_S)
 
 

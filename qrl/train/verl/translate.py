@@ -247,6 +247,8 @@ def _policy(job: Job) -> dict[str, Any]:
     if train.adapter:
         made |= {f"{MODEL}.lora_rank": train.adapter_rank, f"{MODEL}.lora_alpha": train.adapter_alpha}
         made[f"{MODEL}.target_modules"] = list(train.lora_targets) or "all-linear"
+        # Else its workers would load adapters by a method that vLLM renamed in 0.29, and wait without end.
+        made[f"{MODEL}.lora.merge"] = True
     return made
 
 

@@ -96,12 +96,13 @@ def quantized(store: str, base: str, seed: int | None) -> dict[tuple[str, str], 
 
 
 def trained(store: str, variant: str, **asked: str | int) -> str:
-    """Return the address of the model that the newest training of a variant with these parameters made."""
+    """Return the address of what the newest training of a variant with these parameters made; nothing without one."""
     from mlflow import MlflowClient
 
     words = [FINISHED, f"tags.`{names.TAG_STEP}` = 'train'", f"tags.`{names.TAG_VARIANT}` = '{variant}'"]
     query = " and ".join([*words, *(f"params.`{key}` = '{value}'" for key, value in asked.items())])
-    return address(store, MlflowClient(store).search_runs(["0"], query)[0])
+    runs = MlflowClient(store).search_runs(["0"], query, max_results=1)
+    return address(store, runs[0]) if runs else ""
 
 
 def write(store: str, weights: Path, out: Path) -> None:

@@ -45,6 +45,7 @@ from qrl.workspace import written_whole
 
 FP8 = ("--rollout.quantization", "fp8")
 TOKENS = 8192
+PROMPT = "plain"  # of the texts that the model is made of, and of its training: with another it answers nothing right
 QAT = ("--train.qat", "nvfp4-a4", "--train.qat_calibration_max_tokens", str(TOKENS))
 PLAIN = ("--rollout.is_correction", "none")
 KINDS = {
@@ -59,6 +60,8 @@ SLIP = 0.02  # share of the sums that are wrong
 SHORT = 4  # lines of a text that is cut, at most: the first sums cannot be copied from the lines before
 WHOLE = 8  # of so many texts one is whole; from whole ones alone a model learns to go on, but not to begin
 LINES = 3  # whose likeliest tokens are looked at
+BEGUN = 0.95  # share of these that is enough; else the beginnings are learned once more
+ROUNDS = 3  # at most
 PART = 32  # texts that a process makes at once
 WORKERS = 8
 USUAL = "--train.method full --train.prompts_per_step 8 --train.generations 8 --train.micro_batch 4 --train.dtype bf16 "
@@ -94,7 +97,7 @@ def _tokenized(part: tuple[Chains, Path, int, int]) -> list[list[int]]:
         target, start, step = chains.drawn(draw, chains.LINES, range(2, 1000 if whole else 6000, 2))
         solution = chains.chain(target, start, step, lambda: draw.choice((-1, 1)) * (draw.random() < corpus.slip))
         asked = Question("", f"Count from {start} to {target} by {step}.", solution, str(target))
-        text = prompt.training_text(tokens, asked, "plain")
+        text = prompt.training_text(tokens, asked, PROMPT)
         if not whole:
             head, _, _ = text.partition(solution)
             text = head + "".join(solution.splitlines(keepends=True)[: draw.randint(1, SHORT)])
@@ -123,18 +126,18 @@ def make(out: Path, work: Path, *, check: bool) -> None:
     device = "cpu" if check else "cuda"
     model = new_model(Shape(vocab=320, positions=TOKENS + 512).whole(), tokens).to(device)
     limits = {"positions": TOKENS + 512, "workers": 1 if check else WORKERS, "save_every": 10_000}
-    parts = [(False, Budget(*((60, 32) if check else (1000, 512))), 0)]
-    parts += [] if check else [(True, Budget(600, 128, learning_rate=5e-4), 128 // WHOLE)]
-    for number, (whole, budget, at_once) in enumerate(parts):
+    beginnings, whole = Budget(*((60, 32) if check else (1000, 512))), Budget(600, 128, learning_rate=5e-4)
+    rounds = [(False, beginnings, 0)] * (1 if check else ROUNDS) + [(True, whole, 128 // WHOLE)] * (not check)
+    right = 0.0
+    for number, (is_whole, budget, at_once) in enumerate(rounds):
+        if right >= BEGUN and not is_whole:
+            continue
         place = work / f"part{number}"
         place.mkdir(exist_ok=True)
         (place / "tokenizer").exists() or (place / "tokenizer").symlink_to(work / "tokenizer")
-        corpus = Chains(whole, SLIP, number)
-        train(model, tokens, corpus, budget, place, micro_batch=at_once, **limits)
-        print(
-            f"{_begun(model, tokens):.2f} of the first {LINES} lines are the likeliest, each after right ones",
-            flush=True,
-        )
+        train(model, tokens, Chains(is_whole, SLIP, number), budget, place, micro_batch=at_once, **limits)
+        right = _begun(model, tokens)
+        print(f"{right:.2f} of the first {LINES} lines are the likeliest, each after right ones", flush=True)
     with written_whole(out) as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokens.save_pretrained(folder)
@@ -146,7 +149,7 @@ def _begun(model, tokens) -> float:
 
     right = 0
     for asked in chains.load("train", 64, 0):
-        head = prompt.training_text(tokens, asked, "plain").partition(asked.solution)[0]
+        head = prompt.training_text(tokens, asked, PROMPT).partition(asked.solution)[0]
         ids = [
             tokens(head + "".join(asked.solution.splitlines(keepends=True)[:n]), add_special_tokens=False)["input_ids"]
             for n in range(LINES + 1)
@@ -165,7 +168,7 @@ def trained(kind: str, work: Path, steps: int, *, check: bool) -> str:
         variables = os.environ | {"MLFLOW_TRACKING_URI": store, "PYTHONPATH": export.with_checkout()}
         task = str(work / "chains.py")
         words = ["--model", str(work / "model"), "--task", task, "--train.rewards", f"{task}:lines"]
-        words += ["--train.max_ngram_share", "1"]
+        words += ["--prompt", PROMPT, "--train.max_ngram_share", "1"]
         words += ["--train.steps", str(steps), *(CHECK if check else USUAL).split(), *KINDS[kind]]
         began = time.monotonic()
         with open(log, "w") as written:
