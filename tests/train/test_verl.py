@@ -58,7 +58,7 @@ OTHER |= {
     "train.reward_weights": "1,2",
 }
 COMPOSE = """
-import json, sys, types
+import json, sys
 from pathlib import Path
 import verl.trainer.config
 from hydra import compose, initialize_config_dir
@@ -70,11 +70,6 @@ with initialize_config_dir(str(folder), version_base=None):
     made = compose("recipe")
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
-try:
-    import vllm
-except ImportError:  # asked for its largest adapter alone
-    ranks = types.SimpleNamespace(get_vllm_max_lora_rank=lambda rank: rank)
-    sys.modules["verl.workers.rollout.vllm_rollout.utils"] = ranks
 validate_config(config=made, use_reference_policy=need_reference_policy(made), use_critic=need_critic(made))
 actor = omega_conf_to_dataclass(made.actor_rollout_ref.actor)
 omega_conf_to_dataclass(made.actor_rollout_ref.rollout)

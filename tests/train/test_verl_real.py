@@ -69,6 +69,45 @@ manager.save_checkpoint(folder, global_step=4)
 torch.distributed.destroy_process_group()
 """
 
+MERGED = """
+import copy, sys, types
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardedStateDictConfig, StateDictType
+from transformers import AutoModelForCausalLM
+from verl.utils import fsdp_utils
+from verl.workers.engine.fsdp import transformer_impl
+
+base, kind = sys.argv[1:]
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+adapter = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
+model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), adapter)
+for name, weight in model.named_parameters():
+    if "lora_B" in name:
+        torch.nn.init.normal_(weight, std=0.02)
+rounded = torch.bfloat16 if torch.distributed.get_world_size() > 1 else torch.float32  # what is divided is sent in bf16
+merged = copy.deepcopy(model).merge_and_unload().state_dict()
+wanted = {name: weight.to(rounded).float() for name, weight in merged.items()}
+mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=["fsdp"])
+if kind == "fsdp":
+    policy = fsdp_utils.get_fsdp_wrap_policy(module=model, config=None, is_lora=True)
+    model = FSDP(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), device_mesh=mesh)
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig())
+else:
+    fsdp_utils.apply_fsdp2(model, {"mesh": mesh}, {"wrap_policy": {}})
+transformer_impl.get_device_id = lambda: "cpu"
+transformer_impl.log_gpu_memory_usage = lambda *_, **__: None
+engine = types.SimpleNamespace(module=model, _is_offload_param=False)
+for _ in range(2):  # the first leaves the base as it was
+    sent = transformer_impl.FSDPEngine._merged_lora_per_tensor_param(engine)
+    sent = {name: weight.float().clone() for name, weight in sent}
+    assert sent.keys() == wanted.keys(), sorted(sent.keys() ^ wanted.keys())
+    different = [name for name in wanted if not torch.equal(sent[name], wanted[name])]
+    assert not different, different
+"""  # verl's engine is asked for what it sends to vLLM; only what reads a GPU's memory is left out
+
 
 @pytest.fixture
 def python(monkeypatch) -> str:
@@ -88,6 +127,15 @@ def saved(python: str, work: Path, method: str, processes: int) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     assert len(list(actor.glob(f"model_world_size_{processes}_rank_*.pt"))) == processes
     (actor.parents[1] / "latest_checkpointed_iteration.txt").write_text("4")
+
+
+@pytest.mark.parametrize(("kind", "processes"), [("fsdp", 1), ("fsdp", 2), ("fsdp2", 2)])
+def test_verl_sends_vllm_what_peft_merges(kind, processes, python, tmp_path):
+    (tmp_path / "merged.py").write_text(MERGED)
+    run = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    words = [*run, str(tmp_path / "merged.py"), str(tiny.PATH), kind]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.parametrize(("method", "processes"), [("full", 1), ("full", 2), ("fsdp2", 2)])
