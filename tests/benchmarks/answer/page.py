@@ -37,7 +37,8 @@ BESIDE = {
     SFT: "as many steps of supervised fine-tuning on the same questions",
     PRETRAINED: "a model of the same shape made from text with fewer errors",
 }
-COMMAND = "python tests/benchmarks/answer/report.py tests/benchmarks/answer/export --out DIR"
+_HERE = "tests/benchmarks/answer"
+COMMAND = f"python {_HERE}/report.py {_HERE}/export --methods {_HERE}/methods --out DIR"
 
 
 def write(found: Findings, why: pd.DataFrame | None = None) -> str:
