@@ -24,7 +24,7 @@ from contrasts import (
     relative_excess,
 )
 from correlations import BEHAVIOUR, Correlation
-from findings import CLIFF_LOSS, NEAR, OF_GRPO, Findings, Tested
+from findings import CLIFF_LOSS, NEAR, TRAINED, Findings, Tested
 
 from qrl import stats
 from qrl.stats import Estimate
@@ -264,13 +264,20 @@ def _growth(found: Findings) -> str:
 
 
 def _methods(found: Findings) -> str:
-    """Answer question 5: each method beside GRPO's weights under the same scheme, else rounded to 4 bits."""
-    said = []
+    """Answer question 5: what trains in four bits beside both cells of GRPO's, the rest beside the same scheme."""
+    trained: dict[str, list[str]] = {}
+    afterwards = []
     for each in found.methods:
-        scheme = each.method.partition(":")[2]
-        if each.other == f"{GRPO}:{scheme if scheme in OF_GRPO else OF_GRPO[-1]}":
-            said.append(f"`{each.method}` minus `{each.other}` {interval(each.value)} at {_and(each.sizes)}")
-    return f"Accuracies: {'; '.join(said)}." if said else ""
+        scheme, value, sizes = each.method.partition(":")[2], interval(each.value), _and(each.sizes)
+        other = each.other.partition(":")[2]
+        if each.method in TRAINED:
+            trained.setdefault(f"at {sizes} `{each.method}`", []).append(f"{value} (`{other}`)")
+        elif other == scheme:
+            afterwards.append(f"`{each.method}` {value} at {sizes}")
+    said = [f"{method} {' and '.join(values)}" for method, values in trained.items()]
+    lines = [f"Accuracy minus that of GRPO's weights, rounded afterwards: {'; '.join(said)}."] if said else []
+    lines += [f"Under the same scheme: {'; '.join(afterwards)}."] if afterwards else []
+    return " ".join(lines)
 
 
 def _correlations(found: Sequence[Correlation], near: Sequence[Correlation]) -> str:
