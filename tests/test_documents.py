@@ -21,7 +21,7 @@ CLOSED = {  # folders that the tree shows as one line
     "qrl/tiny/model": "weights, tokenizer, model card",
     "tests/benchmarks/answer/export": "answers by question and cell, measures of weights",
     "tests/benchmarks/answer/found": "the page, its figures and all tables, as report.py writes them",
-    "tests/benchmarks/answer/methods": "the same of the runs that question 5 has of its own",
+    "tests/benchmarks/answer/methods": "answers by question and cell, of question 5's own runs",
     "tests/cases": "cases as data: graders, logs of other tools",
 }
 COLUMN, LONGEST = 34, 90  # where clauses begin, and their longest, in characters

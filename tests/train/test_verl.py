@@ -188,7 +188,7 @@ def test_an_adapter_is_verls_adapter(tmp_path):
     model = "actor_rollout_ref.model"
     assert (made[f"{model}.lora_rank"], made[f"{model}.lora_alpha"]) == (16, 32)
     assert made[f"{model}.target_modules"] == "all-linear"
-    assert made["actor_rollout_ref.rollout.load_format"] == "safetensors" and made[f"{model}.lora.merge"]
+    assert made["actor_rollout_ref.rollout.load_format"] == "dummy" and made[f"{model}.lora.merge"]
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,8 @@ WAITING = """
 import time
 print("(EngineCore pid=1) ERROR 11-27 07:32:18 [core.py:1] Invocation of collective_rpc method failed")
 said = "(EngineCore pid=1) ERROR 11-27 07:32:18 [core.py:1] AttributeError: no mapper"
-print(f"\\x1b[36m(Server pid=2)\\x1b[0m {said}", flush=True)
+print(f"\\x1b[36m(Server pid=2)\\x1b[0m {said}")
+print("vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.")
 time.sleep(600)
 """
 
@@ -449,6 +450,7 @@ def test_a_training_that_waits_for_a_failed_engine_ends_with_its_error(merger, t
     monkeypatch.syspath_prepend(str(package.parent))
     (work / translate.CHECKPOINTS / "latest_checkpointed_iteration.txt").write_text("2")
     monkeypatch.setattr(training, "_PATIENCE_S", 1.0)
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.setattr(child, "_GRACE_S", 5)
     made = replace(job(work, settings(train__steps="4")), out=tmp_path / "model")
     with pytest.raises(QrlError, match=r"still waits for a vLLM engine that failed: AttributeError: no mapper"):

@@ -24,9 +24,14 @@ _NOT_PASSED = re.compile(  # our run, somebody else's Ray, and torchrun's ranks,
     "MLFLOW_RUN_ID|RAY_ADDRESS|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_ERROR = re.compile(r"^(?:\(.*?\) )*(?:ERROR .*?\] )?([\w.]*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
-_ENGINE_FAILED = re.compile(rb"EngineDeadError|EngineCore encountered a fatal error|Invocation of \w+ method failed")
+_PROCESS = r"(?:\((?:[^()\n]|\([^()\n]*\))*\) )*"  # such as "(Server pid=2) (Worker(0) pid=3) "
+_ERROR = re.compile(rf"^{_PROCESS}(?:ERROR [^\]\n]*\] )?([\w.]*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
+_ENGINE_FAILED = re.compile(
+    rb"EngineDeadError|EngineCore encountered a fatal error|"
+    rb"Invocation of (?:collective_rpc|sleep|wake_up) method failed"
+)
 _LONGEST = 64  # bytes of such a text, which two reads may divide
+_FOLLOWS = "EngineDeadError"  # an error that only says that there was another one before
 _LAST_BYTES, _GRACE_S = 20_000, 20
 
 
@@ -55,6 +60,7 @@ def started(words: list[str], work: Path, **variables: str) -> Iterator[subproce
     mark = uuid.uuid4().hex
     path = os.pathsep.join(filter(None, (str(process.ROOT), os.environ.get("PYTHONPATH"))))
     ours = {"PYTHONPATH": path, "HYDRA_FULL_ERROR": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    ours |= {"PYTHONUNBUFFERED": "1"}  # else the last lines of workers stay in the driver for as long as it lives
     ours |= {_MARK: mark, PARENT: str(os.getpid()), **variables}
     kept = {name: value for name, value in os.environ.items() if not _NOT_PASSED.fullmatch(name)}
     try:
@@ -75,7 +81,9 @@ def failure(module: str, how: str, work: Path) -> str:
     """Return a sentence on a module that failed, with how and the last error in its output."""
     file = output(module, work)
     text = _COLOUR.sub("", file.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace"))
-    lines = _ERROR.findall(text) or [line for line in text.split("\n") if line.strip()] or ["it wrote nothing"]
+    errors = _ERROR.findall(text)
+    lines = [error for error in errors if _FOLLOWS not in error] or errors
+    lines = lines or [line for line in text.split("\n") if line.strip()] or ["it wrote nothing"]
     return (
         f"{module} {how}: {lines[-1].strip()[:500]}. Mend what its output says, {file}, and run the same "
         "command again: it resumes from the newest checkpoint."
@@ -87,15 +95,20 @@ def engine_failures(file: Path) -> Iterator[bool]:
 
     verl waits without end for an engine whose process lives on.
     """
-    read, rest = file.stat().st_size, b""  # what an earlier try wrote does not count
+    read, rest = _size(file), b""  # what an earlier try wrote does not count
     while True:
-        with file.open("rb") as opened:
+        read, part = min(read, _size(file)), b""
+        with contextlib.suppress(FileNotFoundError), file.open("rb") as opened:
             opened.seek(read)
             part = opened.read()
         read += len(part)
         found = _ENGINE_FAILED.search(rest + part)
         rest = b"" if found else (rest + part)[-_LONGEST:]
         yield bool(found)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def output(module: str, work: Path) -> Path:

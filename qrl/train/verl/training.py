@@ -252,7 +252,7 @@ def _following(log: Path, writer: subprocess.Popen, work: Path) -> Iterator[str]
         if ended:
             return
         if next(failures):
-            failed = time.monotonic()
+            failed = min(failed, time.monotonic())
         if time.monotonic() - failed > _PATIENCE_S:
             raise QrlError(child.failure(MAIN, "still waits for a vLLM engine that failed", work))
         time.sleep(_LOOK_S)

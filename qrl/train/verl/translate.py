@@ -242,12 +242,12 @@ def _policy(job: Job) -> dict[str, Any]:
         # Without padding removal, since verl's default needs flash-attn, which this environment lacks.
         f"{MODEL}.use_remove_padding": False,
         f"{MODEL}.override_config.attn_implementation": "sdpa",
-        f"{SAMPLER}.load_format": "safetensors" if train.adapter else "dummy",  # an adapter is sent without its base
+        f"{SAMPLER}.load_format": "dummy",  # all weights are sent before the first answer
     }
     if train.adapter:
         made |= {f"{MODEL}.lora_rank": train.adapter_rank, f"{MODEL}.lora_alpha": train.adapter_alpha}
         made[f"{MODEL}.target_modules"] = list(train.lora_targets) or "all-linear"
-        # Else its workers would load adapters by a method that vLLM renamed in 0.29, and wait without end.
+        # Sent merged: verl 0.9.1 has vLLM load an adapter by a method that vLLM renamed in 0.29, and waits without end.
         made[f"{MODEL}.lora.merge"] = True
     return made
 

@@ -31,11 +31,8 @@ from qrl.stats import Estimate, holm_by_key
 CONTROL_TESTS = tuple(itertools.product(CONTROLS, PLANNED))
 CLIFF_LOSS = 0.05
 OF_GRPO = (PRIMARY, "rtn-int4")  # its cells in question 5
-TRAINED = ("qlora:full", "qat-int4:rtn-int4", "qad-int4:rtn-int4")  # what they train is stored in four bits as it is
-METHODS = (
-    *TRAINED,
-    *(f"{variant}:{scheme}" for variant in ("distilled", "grpo-fp8") for scheme in OF_GRPO),  # quantized afterwards
-)
+TRAINED = ("qlora:full", "qat-int4:rtn-int4", "qad-int4:rtn-int4")  # trained with a base or weights in four bits
+METHODS = (*TRAINED, *(f"grpo-fp8:{scheme}" for scheme in OF_GRPO))  # FP8 rollouts are quantized afterwards
 NEAR = 0.02  # a loss near full precision
 
 

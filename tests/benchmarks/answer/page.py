@@ -275,9 +275,10 @@ def _methods(found: Findings) -> str:
         elif other == scheme:
             afterwards.append(f"`{each.method}` {value} at {sizes}")
     said = [f"{method} {' and '.join(values)}" for method, values in trained.items()]
-    lines = [f"Accuracy minus that of GRPO's weights, rounded afterwards: {'; '.join(said)}."] if said else []
-    lines += [f"Under the same scheme: {'; '.join(afterwards)}."] if afterwards else []
-    return " ".join(lines)
+    lines = [f"Accuracy minus that of GRPO's weights, quantized afterwards: {'; '.join(said)}."] if said else []
+    lines += [f"Minus that of GRPO's under the same scheme: {'; '.join(afterwards)}."] if afterwards else []
+    qlora = "QLoRA's `full` is an NF4 base with its adapter in bf16, merged."
+    return " ".join([*lines, *([qlora] if "qlora" in " ".join(said) else [])])
 
 
 def _correlations(found: Sequence[Correlation], near: Sequence[Correlation]) -> str:

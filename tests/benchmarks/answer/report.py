@@ -134,7 +134,7 @@ def methods(found: Findings) -> list[str]:
         lines += [f"Not run under all seeds of a size: {', '.join(absent)}.", ""]
     if found.compared is not found.answers:
         own = f"{found.compared.runs} seeds, {found.compared.evidence.n:,} questions"
-        lines += [f"From runs of its own: {own}.", ""]
+        lines += [f"{own}; from runs of its own where there are any, else from the sweep's.", ""]
     return lines
 
 

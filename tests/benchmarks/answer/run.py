@@ -64,9 +64,7 @@ TRAINED = {names.GRPO: (names.GRPO, "none"), names.SFT: (names.SFT, "none"), FP8
 # Variant → its tag in the store, what its rollouts are quantized to.
 PACKED = {"fp8": "packed", "nvfp4": "packed", "int8": "int8"}
 # Scheme that rounds activations, so that it is not answered unpacked → which evaluation answers it; int8 is slow.
-QAD = "qad-int4"  # the arm whose control, `distilled`, is quantized, too
-LOOK_S = 3.0  # between looks at whether it is trained
-ARMS = ("sft", "tiny-qlora", "qat-int4", QAD)
+ARMS = ("sft", "tiny-qlora", "qat-int4", "qad-int4")
 THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}  # of a command: many run side by side
 CHECK = {  # changes of recipe `tiny`, which sweep.yaml extends for a GPU
     "device": "cpu",
@@ -150,27 +148,22 @@ class Work:
         recipe = ["--recipe", self.recipe_of(size, shape)]
         base = str(self.folder / "models" / size)
 
-        words, swept = ["--models", base, "--seeds", str(seed), "--yes", "--arms"], threading.Event()
+        words = ["--models", base, "--seeds", str(seed), "--yes", "--arms"]
 
         def sweep(arm: str) -> None:
             # Every sweep begins with GRPO, which two at once would not share; nor would they share its cells.
             self.train(names.GRPO, base, seed, recipe)
             few = [scheme for scheme in self.schemes if scheme in OF_GRPO]
             schemes = ["--quantize.schemes", ",".join(few)] if few else []
-            try:
-                with self.training:
-                    self.begin(arm, base, seed, recipe)
-                    self.qrl(f"arm-{arm}-{size}-{seed}", "sweep", *recipe, *words, arm, *schemes)
-            finally:
-                if arm == QAD:
-                    swept.set()
+            with self.training:
+                self.begin(arm, base, seed, recipe)
+                self.qrl(f"arm-{arm}-{size}-{seed}", "sweep", *recipe, *words, arm, *schemes)
 
         variants = [names.GRPO, *({names.SFT} & set(self.arms))] if self.arms else []
         variants += [FP8] if self.fp8 else []
         work = [partial(self.trained, variant, base, seed, recipe) for variant in variants]
         work += [partial(self.untrained, size, suffix, seed, recipe) for suffix in slips]
         work += [partial(sweep, arm) for arm in self.arms if arm != names.SFT]
-        work += [partial(self.control, swept, base, seed, recipe)] if QAD in self.arms else []
         with ThreadPoolExecutor(len(work)) as side_by_side:
             jobs = [side_by_side.submit(each) for each in work]
         if self.arms:
@@ -184,14 +177,6 @@ class Work:
         if own.recipe.train.teacher is None:
             words = [word for key, value in own.typed.items() for word in (f"--{key}", value)]
             self.qrl(f"train-{arm}-{Path(base).name}-{seed}", "train", *words)
-
-    def control(self, swept: threading.Event, base: str, seed: int, recipe: Sequence[str]) -> None:
-        """Make the cells of a distilled arm's control, once its sweep has trained it; the arm itself takes longer."""
-        grpo, over = self.train(names.GRPO, base, seed, recipe), False
-        while not (model := export.trained(self.store, names.DISTILLED, **{"train.teacher": grpo})) and not over:
-            over = swept.wait(LOOK_S)
-        if model:
-            self.cells(names.DISTILLED, model, base, seed, recipe)
 
     def recipe_of(self, size: str, shape: Size) -> str:
         """Write the sweep's recipe for one size, whose settings hold for arms that do not change them."""
@@ -228,7 +213,9 @@ class Work:
         with self.alone(name), self.training:
             whole = self.qrl(name, "train", *recipe, *words)
         asked = {"model": base, "seed": seed, "rollout.quantization": rollouts, "train.method": "full"}  # not QLoRA's
-        return export.trained(self.store, tag, **asked) if whole else ""
+        if whole and not (model := export.trained(self.store, tag, **asked)):
+            raise RuntimeError(f"{name} is done, but {self.store} has no such training")
+        return model if whole else ""
 
     def alone(self, name: str) -> FileLock:
         """Return the lock of one piece of work, for threads and for another call on the same folder."""

@@ -132,6 +132,10 @@ def make(out: Path, work: Path, *, check: bool) -> None:
     for number, (is_whole, budget, at_once) in enumerate(rounds):
         if right >= BEGUN and not is_whole:
             continue
+        if is_whole and right < BEGUN:
+            sys.exit(
+                f"Only {right:.2f} of the first lines are right after {ROUNDS} rounds: make SHORT or LINES smaller."
+            )
         place = work / f"part{number}"
         place.mkdir(exist_ok=True)
         (place / "tokenizer").exists() or (place / "tokenizer").symlink_to(work / "tokenizer")
