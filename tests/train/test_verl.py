@@ -411,15 +411,20 @@ with log.open("w") as file:
 """.replace("CHECKPOINTS", translate.CHECKPOINTS)  # in place of verl's; the checkpoint of step 4 is `merger`'s
 
 
-@pytest.mark.process
-def test_a_resumed_training_shows_its_progress_and_where_verl_writes(merger, tmp_path, monkeypatch, capsys):
-    work = tmp_path / "work"
+def interrupted(tmp_path: Path, monkeypatch, trainer: str) -> Path:
+    """Return the work folder of a training that was interrupted after step 2, with a stand-in for verl's trainer."""
     package = tmp_path / "path" / "verl"
     (package / "trainer").mkdir()
     (package / "trainer" / "__init__.py").touch()
-    (package / "trainer" / "main_ppo.py").write_text(TRAINER)
+    (package / "trainer" / "main_ppo.py").write_text(trainer)
     monkeypatch.syspath_prepend(str(package.parent))
-    (work / translate.CHECKPOINTS / "latest_checkpointed_iteration.txt").write_text("2")
+    (tmp_path / "work" / translate.CHECKPOINTS / "latest_checkpointed_iteration.txt").write_text("2")
+    return tmp_path / "work"
+
+
+@pytest.mark.process
+def test_a_resumed_training_shows_its_progress_and_where_verl_writes(merger, tmp_path, monkeypatch, capsys):
+    work = interrupted(tmp_path, monkeypatch, TRAINER)
     logged = []
     made = replace(job(work, settings(train__steps="4")), out=tmp_path / "model", log=lambda *row: logged.append(row))
     trained = training.run(made)
@@ -442,13 +447,7 @@ time.sleep(600)
 
 @pytest.mark.process
 def test_a_training_that_waits_for_a_failed_engine_ends_with_its_error(merger, tmp_path, monkeypatch):
-    work = tmp_path / "work"
-    package = tmp_path / "path" / "verl"
-    (package / "trainer").mkdir()
-    (package / "trainer" / "__init__.py").touch()
-    (package / "trainer" / "main_ppo.py").write_text(WAITING)
-    monkeypatch.syspath_prepend(str(package.parent))
-    (work / translate.CHECKPOINTS / "latest_checkpointed_iteration.txt").write_text("2")
+    work = interrupted(tmp_path, monkeypatch, WAITING)
     monkeypatch.setattr(training, "_PATIENCE_S", 1.0)
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     monkeypatch.setattr(child, "_GRACE_S", 5)
