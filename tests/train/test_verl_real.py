@@ -74,7 +74,8 @@ import copy, sys, types
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardedStateDictConfig, StateDictType
+from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import ShardedStateDictConfig, StateDictType
 from transformers import AutoModelForCausalLM
 from verl.utils import fsdp_utils
 from verl.workers.engine.fsdp import transformer_impl
@@ -87,14 +88,17 @@ model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.fl
 for name, weight in model.named_parameters():
     if "lora_B" in name:
         torch.nn.init.normal_(weight, std=0.02)
-rounded = torch.bfloat16 if torch.distributed.get_world_size() > 1 else torch.float32  # what is divided is sent in bf16
+divided = torch.distributed.get_world_size() > 1  # and then sent in bf16
+rounded = torch.bfloat16 if divided else torch.float32
 merged = copy.deepcopy(model).merge_and_unload().state_dict()
 wanted = {name: weight.to(rounded).float() for name, weight in merged.items()}
 mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=["fsdp"])
 if kind == "fsdp":
     policy = fsdp_utils.get_fsdp_wrap_policy(module=model, config=None, is_lora=True)
     model = FSDP(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), device_mesh=mesh)
-    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig())
+    whole, parts = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+    config = ShardedStateDictConfig() if divided else FullStateDictConfig()
+    FSDP.set_state_dict_type(model, parts if divided else whole, config)  # as verl's engine does
 else:
     fsdp_utils.apply_fsdp2(model, {"mesh": mesh}, {"wrap_policy": {}})
 transformer_impl.get_device_id = lambda: "cpu"

@@ -265,20 +265,21 @@ def _growth(found: Findings) -> str:
 
 def _methods(found: Findings) -> str:
     """Answer question 5: what trains in four bits beside both cells of GRPO's, the rest beside the same scheme."""
-    trained: dict[str, list[str]] = {}
-    afterwards = []
+    beside: dict[str, dict[str, list[str]]] = {}  # sizes → method → differences
     for each in found.methods:
-        scheme, value, sizes = each.method.partition(":")[2], interval(each.value), _and(each.sizes)
-        other = each.other.partition(":")[2]
-        if each.method in TRAINED:
-            trained.setdefault(f"at {sizes} `{each.method}`", []).append(f"{value} (`{other}`)")
-        elif other == scheme:
-            afterwards.append(f"`{each.method}` {value} at {sizes}")
-    said = [f"{method} {' and '.join(values)}" for method, values in trained.items()]
-    lines = [f"Accuracy minus that of GRPO's weights, quantized afterwards: {'; '.join(said)}."] if said else []
-    lines += [f"Minus that of GRPO's under the same scheme: {'; '.join(afterwards)}."] if afterwards else []
-    qlora = "QLoRA's `full` is an NF4 base with its adapter in bf16, merged."
-    return " ".join([*lines, *([qlora] if "qlora" in " ".join(said) else [])])
+        scheme = each.other.partition(":")[2]
+        if each.method in TRAINED or each.method.endswith(f":{scheme}"):
+            at = beside.setdefault(_and(each.sizes), {})
+            at.setdefault(each.method, []).append(f"{interval(each.value)} (`{scheme}`)")
+    if not beside:
+        return ""
+    lines = ["Accuracy minus that of GRPO's weights quantized afterwards, by the scheme in parentheses."]
+    for sizes, methods in beside.items():
+        said = [f"`{name}` {' and '.join(values)}" for name, values in methods.items()]
+        lines.append(f"At {sizes}: {'; '.join(said)}.")
+    if any("qlora:full" in methods for methods in beside.values()):
+        lines.append("QLoRA's `full` is an NF4 base with its adapter in bf16, merged.")
+    return " ".join(lines)
 
 
 def _correlations(found: Sequence[Correlation], near: Sequence[Correlation]) -> str:

@@ -126,22 +126,23 @@ def make(out: Path, work: Path, *, check: bool) -> None:
     device = "cpu" if check else "cuda"
     model = new_model(Shape(vocab=320, positions=TOKENS + 512).whole(), tokens).to(device)
     limits = {"positions": TOKENS + 512, "workers": 1 if check else WORKERS, "save_every": 10_000}
-    beginnings, whole = Budget(*((60, 32) if check else (1000, 512))), Budget(600, 128, learning_rate=5e-4)
-    rounds = [(False, beginnings, 0)] * (1 if check else ROUNDS) + [(True, whole, 128 // WHOLE)] * (not check)
-    right = 0.0
-    for number, (is_whole, budget, at_once) in enumerate(rounds):
-        if right >= BEGUN and not is_whole:
-            continue
-        if is_whole and right < BEGUN:
-            sys.exit(
-                f"Only {right:.2f} of the first lines are right after {ROUNDS} rounds: make SHORT or LINES smaller."
-            )
+
+    def learned(number: int, budget: Budget, micro_batch: int, *, whole: bool) -> float:
         place = work / f"part{number}"
         place.mkdir(exist_ok=True)
         (place / "tokenizer").exists() or (place / "tokenizer").symlink_to(work / "tokenizer")
-        train(model, tokens, Chains(is_whole, SLIP, number), budget, place, micro_batch=at_once, **limits)
+        train(model, tokens, Chains(whole, SLIP, number), budget, place, micro_batch=micro_batch, **limits)
         right = _begun(model, tokens)
         print(f"{right:.2f} of the first {LINES} lines are the likeliest, each after right ones", flush=True)
+        return right
+
+    for number in range(ROUNDS):
+        if learned(number, Budget(*((60, 32) if check else (1000, 512))), 0, whole=False) >= BEGUN or check:
+            break
+    else:
+        sys.exit(f"Fewer than {BEGUN} of the first lines are right after {ROUNDS} rounds: make SHORT or LINES smaller.")
+    if not check:
+        learned(ROUNDS, Budget(600, 128, learning_rate=5e-4), 128 // WHOLE, whole=True)
     with written_whole(out) as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokens.save_pretrained(folder)
