@@ -55,13 +55,14 @@ def jobs_command(cancel: str | None, every: bool) -> None:
 @argument("run_id")
 @option("--project", default=".")
 @option("--entry", default="main")
+@option("--gpus", type=int, default=0)
 @option("-P", "parameters", multiple=True)
 @argument("words", nargs=-1, type=click.UNPROCESSED)
-def job_command(run_id: str, project: str, entry: str, parameters: tuple[str, ...], words: tuple[str, ...]) -> None:
+def job_command(run_id: str, project: str, entry: str, gpus: int, parameters: tuple[str, ...], words) -> None:
     """Run an entry point on a node, under the run that was opened for it; scripts of jobs call this."""
     from qrl.study import job
 
-    job.run(run_id, project, entry, dict(pair.split("=", 1) for pair in parameters), words)
+    job.run(run_id, project, entry, dict(pair.split("=", 1) for pair in parameters), words, gpus=gpus)
 
 
 def _parameters(words: tuple[str, ...]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from qrl.cluster.config import CHOSEN, Cluster, Resources
+from qrl.cluster.config import CHOSEN, ON_DEVICE, Cluster, Resources
 from qrl.errors import BadInput, QrlError
 
 WAITING, RUNNING = "waiting", "running"  # of a job; the cluster's own words, in capitals, for one that ended
@@ -81,6 +81,7 @@ def command(job: Job, python: str, launched: str = "") -> str:
     if launched:
         return f"{shlex.join(words)} -- {launched}"
     words += ["--project", str(job.folder), "--entry", job.entry]
+    words += ["--gpus", str(job.resources.gpus)] if job.entry in ON_DEVICE and job.resources.gpus else []
     return shlex.join(words + [word for key, value in job.parameters.items() for word in ("-P", f"{key}={value}")])
 
 

@@ -2,9 +2,11 @@
 
 import os
 import re
+import socket
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -20,6 +22,7 @@ _STATES = {
 }
 _PASSED = ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI", "MLFLOW_TRACKING_USERNAME", "MLFLOW_EXPERIMENT_NAME")
 _SECRET = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+_HERE = ("127.0.0.1", "localhost", "0.0.0.0")  # each machine can have an API server of its own
 _NUMBER = re.compile(r"Job (?:submitted, )?ID: (\d+)")
 
 
@@ -27,8 +30,12 @@ class SkyPilot:
     """The commands of `sky jobs`, whose controller restarts a job that loses its machine."""
 
     def name(self) -> str:
-        """Return a name of its own: SkyPilot has one list of managed jobs."""
-        return "skypilot"
+        """Return the user and the API server, which keeps a list of managed jobs for each user."""
+        with suppress(QrlError, ValueError, KeyError, TypeError):
+            about = reading.parsed(call("sky", "api", "info", "--output", "json").stdout)
+            host = urlsplit(about["server"]["url"]).hostname
+            return f"{about['user']}@{socket.gethostname() if host in _HERE else host}"
+        return ""
 
     def script(self, job: Job) -> str:
         """Return the task as YAML; of secrets it holds the names."""

@@ -1,23 +1,35 @@
 """What a job of a cluster runs on its node: an entry point under the run that was opened for it."""
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 
 import mlflow
 
 from qrl import process
-from qrl.errors import QrlError
+from qrl.engine import device
+from qrl.errors import BadInput, QrlError
 from qrl.study.launch import launch
 from qrl.tracking import projects, store
 from qrl.workspace import WORK
 
 
-def run(run_id: str, project: str, entry: str, parameters: dict[str, str], words: tuple[str, ...]) -> None:
+def run(
+    run_id: str, project: str, entry: str, parameters: dict[str, str], words: tuple[str, ...], *, gpus: int = 0
+) -> None:
     """Run an entry point, or the `words` of a command that starts its processes itself, and send the log to the store.
 
+    Args:
+        run_id: of the job.
+        project: folder with the MLproject file.
+        entry: its entry point.
+        parameters: as `-P` takes them.
+        words: of the command; empty for the entry point.
+        gpus: that cluster.yaml asks for.
+
     Raises:
-        BadInput: the node cannot reach the store or its artifacts.
+        BadInput: the node cannot reach the store or its artifacts, or shows fewer GPUs than the job has asked for.
         QrlError: the step failed; the sentence and the exit code are its own.
     """
     from qrl.cluster import jobs
@@ -31,6 +43,8 @@ def run(run_id: str, project: str, entry: str, parameters: dict[str, str], words
             del os.environ["MLFLOW_RUN_ID"]  # the client of a server that is down would try for eight minutes
         raise
     with jobs.begun(run_id, Path.cwd() / WORK / "jobs" / run_id):
+        if gpus and parameters.get("device") != "cpu":
+            _check_gpus(entry, gpus)
         if not words:
             launch(Path(project), entry, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID"))
         else:
@@ -41,3 +55,12 @@ def run(run_id: str, project: str, entry: str, parameters: dict[str, str], words
                 failed = QrlError(f"A process of the training ended with exit code {code}: {reason}")
                 failed.exit_code = own or 1
                 raise failed
+
+
+def _check_gpus(entry: str, wanted: int) -> None:
+    """Raise BadInput if this node shows too few GPUs: with `device=auto` a step would run on what is left, or a CPU."""
+    if (seen := device.gpus("cuda")) < wanted:
+        raise BadInput(
+            f"cluster.yaml asks for {wanted} GPU{'s' * (wanted > 1)} for {entry}, but torch sees {seen} on node "
+            f"{socket.gethostname()}: see `nvidia-smi` there, and whether the job's environment has torch for GPUs."
+        )

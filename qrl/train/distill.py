@@ -29,8 +29,8 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
 
     Raises:
         BadInput: teacher or student is quantized, their vocabularies differ, an adapter or watchers are configured,
-            FSDP runs on a CPU or is too old, the batch does not divide, there are too few questions, or the teacher's
-            server does not score as the recipe says.
+            weights and optimizer do not fit into memory, FSDP runs on a CPU or is too old, the batch does not divide,
+            there are too few questions, or the teacher's server does not score as the recipe says.
     """
     settings = job.settings
     for key in ("mask_truncated", "max_resamples"):
@@ -52,7 +52,9 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
         reason = f"train.teacher distils into all weights, but train.method = {settings.method} trains an adapter"
         raise BadInput(f"{reason}: set train.method = full.")
     sharded.check(settings, job.device)
-    policy.check(settings, checkpoint.entries(base.path))
+    tensors = checkpoint.entries(base.path)
+    policy.check(settings, tensors)
+    policy.check_memory(settings, tensors, job.device)
     arguments.check(settings, len(job.questions))
     prepare.check(settings, base.path)
     if settings.teacher_placement == "server":

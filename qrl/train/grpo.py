@@ -19,8 +19,8 @@ def check(base: checkpoint.Checkpoint, job: Job) -> None:
 
     Raises:
         BadInput: the base is quantized, FSDP runs on a CPU or is too old, adapter settings fit neither method nor
-            model, the reference does not fit into memory, the batch does not divide, a reward of the user's fails, or
-            training would stop for what is not measured.
+            model, weights and optimizer do not fit into memory, the batch does not divide, a reward of the user's
+            fails, or training would stop for what is not measured.
     """
     if base.quantization:
         raise BadInput(
@@ -30,7 +30,7 @@ def check(base: checkpoint.Checkpoint, job: Job) -> None:
     sharded.check(job.settings, job.device)
     tensors = checkpoint.entries(base.path)
     policy.check(job.settings, tensors)
-    policy.check_reference(job.settings, tensors, job.device)
+    policy.check_memory(job.settings, tensors, job.device)
     _check_stop(job)
     arguments.check(job.settings, len(job.questions))
     reward.check(job.settings, job.questions)

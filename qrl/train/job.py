@@ -22,7 +22,7 @@ Log = Callable[[dict[str, float], int], None]  # metrics by name, and the optimi
 class Alarm:
     """The one warning of a watcher."""
 
-    watcher: str  # entropy, signal, kl, truncation, probe, rollout or resample
+    watcher: str  # entropy, signal, kl, truncation, probe, rollout or resample; format and gap before the first step
     step: int
     sentence: str
 

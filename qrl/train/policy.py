@@ -18,7 +18,7 @@ from qrl.recipe import PACKED, Train
 
 RECORD = "qrl_base.json"  # beside an adapter: what it was trained over
 HEADS = ("lm_head", "embed_out", "output")  # output heads: TRL reads their weights without any adapter
-BYTES_WITH_REFERENCE = 20  # per parameter in full training: master 4, gradient 4, AdamW 8, reference 4
+BYTES = 16  # per parameter in full training: master 4, gradient 4, AdamW 8; a reference takes 4 more
 
 
 def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
@@ -43,21 +43,32 @@ def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
             raise BadInput(f"train.lora_targets names '{target}', which is no linear of the model: give {leaves}.")
 
 
-def check_reference(settings: Train, tensors: Mapping[str, Entry], device: str) -> None:
-    """Raise BadInput if a second copy of the weights cannot fit into memory; adapters and beta 0 need none.
+def check_memory(settings: Train, tensors: Mapping[str, Entry], device: str) -> None:
+    """Raise BadInput if the weights, their gradients, the optimizer and a reference cannot fit into memory.
 
-    Activations and the KV cache are not counted; FSDP's processes share the rest.
+    Activations and the KV cache are not counted, nor is an adapter, which is small; FSDP's processes share the rest.
     """
-    if settings.adapter or not settings.beta:
+    if settings.adapter:
         return
     shares = process.world_size() if process.sharded() else 1
-    need = sum(entry.numel for entry in tensors.values()) * BYTES_WITH_REFERENCE / shares
-    if need > (have := _memory_bytes(device)):
+    weights = sum(entry.numel for entry in tensors.values()) / shares
+    have, without = _memory_bytes(device), weights * BYTES
+    if without > have:
+        raise BadInput(
+            f"train.method = full keeps master weights, gradients and AdamW's two moments in fp32: {_gib(without)} "
+            f"for this model, but this {device} has {_gib(have)}: set train.method = lora or qlora, or share them "
+            "over several GPUs by train.parallel = fsdp2."
+        )
+    if settings.beta and (need := without + 4 * weights) > have:
         raise BadInput(
             f"train.beta = {settings.beta:g} with train.method = full keeps a second copy of the weights as the "
-            f"reference: {need / 2**30:.0f} GiB with the optimizer, but this {device} has {have / 2**30:.0f}: set "
+            f"reference: {_gib(need)} with the optimizer, but this {device} has {_gib(have)}: set "
             "train.beta = 0, or train.method = lora or qlora, where the reference is the base with the adapter off."
         )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.0f} GiB"
 
 
 def _memory_bytes(device: str) -> int:

@@ -24,7 +24,8 @@ def check(base: checkpoint.Checkpoint, job: Job) -> None:
 
     Raises:
         BadInput: the base is quantized, weights are to be quantized or an adapter trained, a watcher is to stop the
-            training, several processes train, a question has no worked solution, or a step's batch does not fit.
+            training, several processes train, weights and optimizer do not fit into memory, a question has no worked
+            solution, or a step's batch does not fit.
     """
     settings = job.settings
     if base.quantization:
@@ -41,7 +42,9 @@ def check(base: checkpoint.Checkpoint, job: Job) -> None:
     if unsolved := [question for question in job.questions if not question.solution.strip()]:
         what = f"{len(unsolved)} of {len(job.questions)} training questions have no worked solution"
         raise BadInput(f"{what}, which train.algorithm = sft trains on: the first is '{unsolved[0].question[:60]}'.")
-    policy.check(settings, checkpoint.entries(base.path))
+    tensors = checkpoint.entries(base.path)
+    policy.check(settings, tensors)
+    policy.check_memory(settings, tensors, job.device)
     arguments.check(_of_solutions(settings), len(job.questions))
 
 

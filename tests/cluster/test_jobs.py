@@ -13,7 +13,9 @@ import pytest
 import qrl
 from qrl import names
 from qrl.cluster import backend, config, jobs
+from qrl.engine import device
 from qrl.errors import BadInput
+from qrl.tracking import projects
 from qrl.tracking import store as stores
 from tests.cluster import one_machine
 
@@ -128,6 +130,13 @@ def test_a_job_ends_well_and_its_run_holds_what_ran_where(project, capfd):
     assert "--gres=gpu:1" in mlflow.artifacts.load_text(f"runs:/{job.run_id}/job/job.sh")
     assert "the last line" in mlflow.artifacts.load_text(f"runs:/{job.run_id}/job/log.txt")
     assert "the last line" in capfd.readouterr().err  # as it was waited for
+
+
+@pytest.mark.skipif(device.gpus("cuda") > 0, reason="a GPU is here, so the node shows what the step asks for")
+def test_a_node_that_shows_fewer_gpus_than_the_step_asks_for(project):
+    job = submit(project, entry="train", options={"gpus": 1, "partition": "gpu"})
+    assert ended(job) == "FAILED" and tags(job)[names.TAG_EXIT_CODE] == "2"
+    assert "asks for 1 GPU for train, but torch sees 0 on node" in projects.failure(job.run_id)[0]
 
 
 def test_the_log_of_a_running_job_is_in_its_run(project, tmp_path):
@@ -282,12 +291,16 @@ def test_mlflow_run_submits_and_returns(project, store, tmp_path):
     assert done.returncode == 0, done.stderr
     (run,) = mlflow.search_runs(output_format="list")
     assert run.data.tags["mlflow.project.backend"] == "qrl"
-    assert ended(jobs.Submitted(run.info.run_id, 0.5)) == "FINISHED"
+    step = call("-e", "train", "--env-manager", "local", "-P", f"until={tmp_path}")
+    assert step.returncode == 0, step.stderr
+    runs = mlflow.search_runs(output_format="list")
+    assert {run.info.run_name for run in runs} == {"main", "train"}
+    assert {ended(jobs.Submitted(run.info.run_id, 0.5)) for run in runs} == {"FINISHED"}
     shown = call("--backend-config", '{"dry_run": true, "file": "cluster.yaml"}')
     assert shown.returncode == 0 and "#SBATCH --time=0:10:00" in shown.stdout
     wrong = call("--backend-config", '{"driver": "slurm", "shraed": "/"}')
     assert wrong.returncode == 2 and "'shraed' is unknown" in wrong.stderr and "Traceback" not in wrong.stderr
-    assert len(mlflow.search_runs(output_format="list")) == 1
+    assert len(mlflow.search_runs(output_format="list")) == len(runs)
 
 
 def step_of(study: jobs.Submitted) -> jobs.Submitted:

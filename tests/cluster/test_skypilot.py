@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -20,6 +21,8 @@ import json, pathlib, sys
 place = pathlib.Path({place!r})
 with (place / "calls").open("a") as calls:
     calls.write(json.dumps(sys.argv[1:]) + "\\n")
+if sys.argv[1:3] == ["api", "info"]:
+    sys.exit(print((place / "info").read_text()))
 answers = json.loads((place / "answers").read_text())
 if sys.argv[2] == "launch":
     print("\\x1b[0m⚙︎ Job submitted, ID: 7" if answers else "")
@@ -58,6 +61,7 @@ def sky(store, tmp_path, monkeypatch) -> Fake:
     program = place / "sky"
     program.write_text(SKY.format(python=sys.executable, place=str(place)))
     program.chmod(0o755)
+    (place / "info").write_text(json.dumps({"server": {"url": "http://127.0.0.1:46580"}, "user": "lab"}))
     monkeypatch.setenv("PATH", f"{place}:{os.environ['PATH']}")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "pass-8251")
     return Fake(place)
@@ -131,6 +135,29 @@ def test_a_launch_that_is_refused_is_a_sentence_in_the_run(sky):
         jobs.submit(job)
     run = mlflow.get_run(job.run_id)
     assert run.info.status == "FAILED" and "No cloud is enabled" in run.data.tags[names.TAG_REASON]
+
+
+@pytest.mark.parametrize(
+    ("info", "name"),
+    [
+        ({"server": {"url": "http://127.0.0.1:46580"}, "user": "lab"}, f"lab@{socket.gethostname()}"),
+        ({"server": {"url": "https://sky.lab.org/api"}, "user": "lab"}, "lab@sky.lab.org"),
+        ("No SkyPilot API server is connected", ""),
+    ],
+)
+def test_which_list_of_jobs_this_machine_asks(sky, info, name):
+    (sky.place / "info").write_text(info if isinstance(info, str) else json.dumps(info))
+    assert SkyPilot().name() == name
+
+
+def test_a_job_of_another_api_server_is_left_alone(sky):
+    sky.answer([])  # so the job would count as vanished
+    job = made()
+    jobs.submit(job)
+    mlflow.MlflowClient().set_tag(job.run_id, jobs.CLUSTER, "skypilot:lab@elsewhere")
+    assert jobs.settle_all() == [] and mlflow.get_run(job.run_id).info.status == "SCHEDULED"
+    mlflow.MlflowClient().set_tag(job.run_id, jobs.CLUSTER, f"skypilot:{SkyPilot().name()}")
+    assert jobs.settle_all() == [job.run_id] and mlflow.get_run(job.run_id).info.status == "KILLED"
 
 
 def test_a_machine_without_sky_says_so(store, monkeypatch):

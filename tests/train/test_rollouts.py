@@ -5,6 +5,7 @@ import http.server
 import importlib.util
 import json
 import math
+import re
 import sys
 import threading
 from types import SimpleNamespace
@@ -381,6 +382,23 @@ UNHEEDED = {
         r"rollout\.max_engine_kl = 1.* rollout\.is_correction = none",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    ("settings", "train", "told"),
+    [
+        (VLLM, Train(), {}),
+        (VLLM, Train(qat="int4"), {}),
+        (VLLM, Train(qat="nvfp4-a4"), {"format": r"in nvfp4-a4 .*k3 was 1\.6e-03 .*in bf16 4\.0e-06.*max_engine_kl"}),
+        (VLLM.model_copy(update={"quantization": "fp8"}), Train(), {"format": r"in fp8 .*1\.2e-04"}),
+        (VLLM.model_copy(update={"is_correction": "none"}), Train(), {"gap": "the watcher `rollout` sees nothing"}),
+        (VLLM, Train(qat="nvfp4-a4", teacher="t"), {}),
+        (Rollout(), Train(qat="nvfp4-a4"), {}),
+    ],
+)
+def test_a_wide_or_unmeasured_gap_is_told_before_the_first_step(settings, train, told):
+    known = checks.known(settings, train)
+    assert known.keys() == told.keys() and all(re.search(told[name], known[name]) for name in told)
 
 
 @pytest.mark.parametrize("name", UNHEEDED)

