@@ -27,7 +27,9 @@ METHODS = {
     "full": BATCH | dict(learning_rate=3e-5),
     "lora": ADAPTER | dict(method="lora"),
     "qlora": ADAPTER | dict(method="qlora", beta=0.01),
+    "qad": BATCH | dict(learning_rate=3e-5, qat="int4", teacher="qrl-tiny"),  # from itself, into rounded weights
 }
+WHOLE = ("full", "qad")  # methods that train all weights
 VLLM = dict(engine="vllm", gpu_memory_utilization=0.05)
 CHILD = """
 import json, sys
@@ -36,7 +38,7 @@ from qrl import process
 process.settle()
 from qrl import tasks, tiny
 from qrl.recipe import Rollout, Train
-from qrl.train import Job, grpo, loop
+from qrl.train import Job, distill, grpo, loop
 
 work, out, device, train, rollout = sys.argv[1:]
 hashed, inner = [], loop.frozen_digest
@@ -52,7 +54,8 @@ if rollout.engine == "vllm" and device == "cpu":  # users may not, since it is s
     sampling.check, vllm.LLM = lambda *args: None, functools.partial(vllm.LLM, enforce_eager=True)
 data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 512, 0), "task": "arithmetic"}
 where = {"device": device, "work": Path(work), "out": Path(out)}
-done = grpo.run(Job(settings=settings, template="plain", seed=0, rollout=rollout, log=log, **data, **where))
+job = Job(settings=settings, template="plain", seed=0, rollout=rollout, log=log, **data, **where)
+done = distill.run(job, tiny.PATH) if settings.teacher else grpo.run(job)
 print("done", json.dumps({"resumed_from": done.resumed_from, "base_hashed": hashed}), flush=True)
 """
 
@@ -108,10 +111,10 @@ def compared(name: str, a: Path, b: Path) -> dict:
 
     from qrl import tiny
 
-    file = "model.safetensors" if name == "full" else "adapter_model.safetensors"
+    file = "model.safetensors" if name in WHOLE else "adapter_model.safetensors"
     last = f"checkpoint-{BATCH['steps']}"  # holds the masters
     ours, theirs = (load_file(folder / "work" / last / file) for folder in (a, b))
-    zero = load_file(tiny.PATH / file) if name == "full" else {}
+    zero = load_file(tiny.PATH / file) if name in WHOLE else {}
     difference = sum((ours[key].double() - theirs[key].double()).square().sum() for key in ours)
     update = sum((ours[key].double() - zero.get(key, torch.zeros(1)).double()).square().sum() for key in ours)
     first, second = prompts(a / "work"), prompts(b / "work")
