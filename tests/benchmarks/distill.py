@@ -4,9 +4,10 @@
     python tests/benchmarks/distill.py --out FOLDER --shape micro   # a small model, to check that it runs
 
 The arms train the same shape with the same batch, a process each, one after the other; `vllm-64` and `vllm-kept` have
-a larger micro-batch, and the latter no checkpointing. A step samples 64 × 8 completions of 256 tokens, scores them with a teacher of the same shape, and updates; with vLLM the weights are sent to
-the engine first. Weights are random, so completions have the largest length. Goal: a step at least four times as fast
-with vLLM. FOLDER/distill.json holds the arms and the ratios of the first two; each arm's output is in FOLDER/ARM.log.
+a larger micro-batch, and the latter no checkpointing. A step samples 64 × 8 completions of 256 tokens, scores them with
+a teacher of the same shape, and updates; with vLLM the weights are sent to the engine first. Weights are random, so
+completions have the largest length. Goal: a step at least four times as fast with vLLM. FOLDER/distill.json holds the
+arms and the ratios of the first two; each arm's output is in FOLDER/ARM.log.
 """
 
 import argparse
