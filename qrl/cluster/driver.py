@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from qrl.cluster.config import CHOSEN, ON_DEVICE, Cluster, Resources
+from qrl.cluster.config import CHOSEN, Cluster, Resources
 from qrl.errors import BadInput, QrlError
 
 WAITING, RUNNING = "waiting", "running"  # of a job; the cluster's own words, in capitals, for one that ended
 COMPLETED, VANISHED = "COMPLETED", "VANISHED"
 SETTINGS, LOG_FILE = "cluster.json", "log.txt"  # in a job's folder
-_NOT_PASSED = ("MLFLOW_RUN_ID", "QRL_LAUNCHER", "QRL_PLACE", CHOSEN, "CUDA_VISIBLE_DEVICES")
+_NOT_PASSED = ("MLFLOW_RUN_ID", "QRL_LAUNCHER", "QRL_PLACE", "QRL_GPUS", CHOSEN, "CUDA_VISIBLE_DEVICES")
 
 
 class Unanswered(QrlError):
@@ -78,10 +78,10 @@ class Driver(Protocol):
 def command(job: Job, python: str, launched: str = "") -> str:
     """Return the line that a node runs: the entry point under its run, or what has been `launched` instead."""
     words = [python, "-m", "qrl", "job", job.run_id or "RUN"]
+    words += ["--gpus", str(job.resources.gpus)] if job.resources.gpus else []
     if launched:
         return f"{shlex.join(words)} -- {launched}"
     words += ["--project", str(job.folder), "--entry", job.entry]
-    words += ["--gpus", str(job.resources.gpus)] if job.entry in ON_DEVICE and job.resources.gpus else []
     return shlex.join(words + [word for key, value in job.parameters.items() for word in ("-P", f"{key}={value}")])
 
 

@@ -225,12 +225,10 @@ def settle_all(clusters: str = "%") -> list[str]:
     """Settle the jobs that the store takes for open, if their cluster can be asked here; return those that ended.
 
     Args:
-        clusters: driver and name, `%` for any: two clusters number their jobs alike.
+        clusters: driver and name, `%` for any.
     """
-    found, here = _found(f"{_OPEN} and tags.`{CLUSTER}` LIKE '{clusters}'"), {}
-    for name in {run.data.tags[CLUSTER] for run in found}:
-        driver, _, known_as = name.partition(":")
-        here[name] = DRIVERS[driver]().name() == known_as
+    found = _found(f"{_OPEN} and tags.`{CLUSTER}` LIKE '{clusters}'")
+    here = {name: _is_here(name) for name in {run.data.tags[CLUSTER] for run in found}}
     return [run.info.run_id for run in found if here[run.data.tags[CLUSTER]] and settle(run)]
 
 
@@ -238,7 +236,7 @@ def listed(cancel: str | None = None, *, every: bool = False) -> list[str]:
     """Settle the jobs of the store, cancel one if wanted, and return a line for each that waits or runs, or for all.
 
     Raises:
-        BadInput: no waiting or running job has the run `cancel`, or several begin like it.
+        BadInput: no waiting or running job has the run `cancel`, several begin like it, or another cluster has it.
     """
     settle_all()
     if cancel:
@@ -246,6 +244,9 @@ def listed(cancel: str | None = None, *, every: bool = False) -> list[str]:
         if len(chosen) != 1:
             count = f"{len(chosen)} waiting or running jobs have" if chosen else "no waiting or running job has"
             raise BadInput(f"'{cancel}' names no single job: {count} such a run. `qrl jobs` lists them.")
+        if not _is_here(cluster := chosen[0].data.tags[CLUSTER]):
+            where = "which this machine does not ask: run this where it was submitted"
+            raise BadInput(f"Run {chosen[0].info.run_id[:8]} is a job of {cluster}, {where}.")
         below = _found(f"{_OPEN} and tags.`{runs.PARENT}` = '{chosen[0].info.run_id}'")
         for run in (*chosen, *below):  # the study first, lest it submit more
             Submitted(run.info.run_id, 1).cancel()
@@ -296,6 +297,12 @@ def begun(run_id: str, place: Path) -> Iterator[None]:
         ended.set()
         sender.join()
         _log(run_id, log)
+
+
+def _is_here(cluster: str) -> bool:
+    """Return whether this machine asks the cluster that a job's tag names: two clusters number their jobs alike."""
+    driver, _, known_as = cluster.partition(":")
+    return DRIVERS[driver]().name() == known_as
 
 
 def _driver(tags: dict[str, str]) -> Driver:

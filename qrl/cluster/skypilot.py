@@ -30,11 +30,11 @@ class SkyPilot:
     """The commands of `sky jobs`, whose controller restarts a job that loses its machine."""
 
     def name(self) -> str:
-        """Return the user and the API server, which keeps a list of managed jobs for each user."""
+        """Return the host of the API server, which numbers the managed jobs of all its users."""
         with suppress(QrlError, ValueError, KeyError, TypeError):
             about = reading.parsed(call("sky", "api", "info", "--output", "json").stdout)
             host = urlsplit(about["server"]["url"]).hostname
-            return f"{about['user']}@{socket.gethostname() if host in _HERE else host}"
+            return socket.gethostname() if host in _HERE else host or ""
         return ""
 
     def script(self, job: Job) -> str:
@@ -83,7 +83,7 @@ class SkyPilot:
         """Return how a job stands, from its controller."""
         with suppress(QrlError, ValueError):
             # Without --verbose it leaves out where a job runs and why it failed.
-            done = call("sky", "jobs", "queue", "--all", "--verbose", "--output", "json")
+            done = call("sky", "jobs", "queue", "--all", "--all-users", "--verbose", "--output", "json")
             if done.returncode:
                 return None
             rows = reading.parsed(done.stdout[done.stdout.index("[") :])

@@ -1,7 +1,6 @@
 """What a job of a cluster runs on its node: an entry point under the run that was opened for it."""
 
 import os
-import socket
 import subprocess
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import mlflow
 
 from qrl import process
 from qrl.engine import device
-from qrl.errors import BadInput, QrlError
+from qrl.errors import QrlError
 from qrl.study.launch import launch
 from qrl.tracking import projects, store
 from qrl.workspace import WORK
@@ -26,16 +25,17 @@ def run(
         entry: its entry point.
         parameters: as `-P` takes them.
         words: of the command; empty for the entry point.
-        gpus: that cluster.yaml asks for.
+        gpus: that cluster.yaml asks for; the step compares them with what its own environment sees.
 
     Raises:
-        BadInput: the node cannot reach the store or its artifacts, or shows fewer GPUs than the job has asked for.
+        BadInput: the node cannot reach the store or its artifacts.
         QrlError: the step failed; the sentence and the exit code are its own.
     """
     from qrl.cluster import jobs
 
     process.die_with_parent()  # Slurm's daemon of the step: without it, a requeued job would run twice
     os.environ["MLFLOW_RUN_ID"] = run_id  # which the command's end closes after an error
+    os.environ[device.ASKED] = str(gpus)
     try:
         store.prepare()
     except QrlError:
@@ -43,8 +43,6 @@ def run(
             del os.environ["MLFLOW_RUN_ID"]  # the client of a server that is down would try for eight minutes
         raise
     with jobs.begun(run_id, Path.cwd() / WORK / "jobs" / run_id):
-        if gpus and parameters.get("device") != "cpu":
-            _check_gpus(entry, gpus)
         if not words:
             launch(Path(project), entry, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID"))
         else:
@@ -55,12 +53,3 @@ def run(
                 failed = QrlError(f"A process of the training ended with exit code {code}: {reason}")
                 failed.exit_code = own or 1
                 raise failed
-
-
-def _check_gpus(entry: str, wanted: int) -> None:
-    """Raise BadInput if this node shows too few GPUs: with `device=auto` a step would run on what is left, or a CPU."""
-    if (seen := device.gpus("cuda")) < wanted:
-        raise BadInput(
-            f"cluster.yaml asks for {wanted} GPU{'s' * (wanted > 1)} for {entry}, but torch sees {seen} on node "
-            f"{socket.gethostname()}: see `nvidia-smi` there, and whether the job's environment has torch for GPUs."
-        )

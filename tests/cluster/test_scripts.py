@@ -15,6 +15,7 @@ from qrl.cli import jobs as commands
 from qrl.cluster import backend, config, driver, jobs, slurm
 from qrl.cluster.skypilot import SkyPilot
 from qrl.cluster.slurm import Slurm
+from qrl.engine import device
 from qrl.errors import BadInput
 from qrl.study import auto, preflight
 
@@ -72,6 +73,25 @@ def test_several_nodes_train_through_srun_and_torchrun():
     assert flags(script)["nodes"] == "2" and " -- srun --kill-on-bad-exit=1 --nodes=2 " in line
     assert "--nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d" in line and line.endswith("-m qrl train --train.steps 8")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "seen", "refused"), [("auto", 1, True), ("cuda", 0, True), ("cuda", 2, False), ("cpu", 0, False)]
+)
+def test_a_step_counts_the_gpus_that_its_job_asked_for(wanted, seen, refused, monkeypatch):
+    for nodes in (1, 2):
+        script = Slurm().script(job(SLURM | {"steps": {"train": {"gpus": 2, "nodes": nodes}}}))
+        assert " --gpus 2 " in script.splitlines()[-1]
+    assert "--gpus" not in Slurm().script(job(SLURM | {"steps": {}}))
+    monkeypatch.setenv(device.ASKED, "2")
+    assert device.ASKED not in driver.environment()  # of a job that a study's job submits
+    monkeypatch.setattr(device, "gpus", lambda _device: seen)
+    monkeypatch.setattr(device, "_sees_gpu", lambda: seen > 0)
+    if not refused:
+        assert device.choose(wanted) == wanted
+        return
+    with pytest.raises(BadInput, match=rf"asks for 2 GPUs, but torch sees {seen} on node \S+: .*device=cpu"):
+        device.choose(wanted)
 
 
 @pytest.mark.parametrize(

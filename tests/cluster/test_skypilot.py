@@ -125,6 +125,7 @@ def test_a_job_is_cancelled_by_its_number(sky):
     assert submitted.get_status() == "SCHEDULED"
     submitted.cancel()
     assert sky.calls("cancel") == [["jobs", "cancel", "--yes", "7"]]
+    assert all("--all-users" in words for words in sky.calls("queue"))
     assert mlflow.get_run(job.run_id).info.status == "KILLED"
 
 
@@ -140,8 +141,8 @@ def test_a_launch_that_is_refused_is_a_sentence_in_the_run(sky):
 @pytest.mark.parametrize(
     ("info", "name"),
     [
-        ({"server": {"url": "http://127.0.0.1:46580"}, "user": "lab"}, f"lab@{socket.gethostname()}"),
-        ({"server": {"url": "https://sky.lab.org/api"}, "user": "lab"}, "lab@sky.lab.org"),
+        ({"server": {"url": "http://127.0.0.1:46580"}, "user": "lab"}, socket.gethostname()),
+        ({"server": {"url": "https://sky.lab.org/api"}, "user": "lab"}, "sky.lab.org"),
         ("No SkyPilot API server is connected", ""),
     ],
 )
@@ -154,8 +155,11 @@ def test_a_job_of_another_api_server_is_left_alone(sky):
     sky.answer([])  # so the job would count as vanished
     job = made()
     jobs.submit(job)
-    mlflow.MlflowClient().set_tag(job.run_id, jobs.CLUSTER, "skypilot:lab@elsewhere")
+    mlflow.MlflowClient().set_tag(job.run_id, jobs.CLUSTER, "skypilot:elsewhere")
     assert jobs.settle_all() == [] and mlflow.get_run(job.run_id).info.status == "SCHEDULED"
+    with pytest.raises(BadInput, match="is a job of skypilot:elsewhere, which this machine does not ask"):
+        jobs.listed(cancel=job.run_id)
+    assert sky.calls("cancel") == []
     mlflow.MlflowClient().set_tag(job.run_id, jobs.CLUSTER, f"skypilot:{SkyPilot().name()}")
     assert jobs.settle_all() == [job.run_id] and mlflow.get_run(job.run_id).info.status == "KILLED"
 

@@ -127,14 +127,15 @@ def test_methods_are_compared_with_the_grpo_of_their_own_runs(frame):
     qlora = own[grpo].assign(variant="qlora", scheme="full", correct=1)
     text = document(frame, None, pd.concat([own, qlora]))
     assert "| qlora:full | m3 | +1.000" in text and "| sft | gptq | +0.050" in text
-    assert "| accuracy of | sizes | minus grpo:gptq |" in text
+    assert "| accuracy of | size | minus grpo:gptq |" in text
     rows = [own, own[own["scheme"] == "gptq"].assign(scheme="rtn-int4"), qlora]
     rows.append(qlora.assign(variant="qat-int4", scheme="rtn-int4"))
-    said = told(Findings(contrasts.Answers(frame), contrasts.Answers(pd.concat(rows))))
-    assert "quantized afterwards, by the scheme in parentheses. At m3: `qlora:full` +1.000" in said
+    found = Findings(contrasts.Answers(frame), contrasts.Answers(pd.concat(rows)))
+    said = page.write(found)
+    assert "minus that of GRPO's weights quantized afterwards, by size." in said and "|  | m3 |" in said
     for method in ("qlora:full", "qat-int4:rtn-int4"):
-        beside = [rf"\+1\.000 \[\S+ \S+\] \(`{scheme}`\)" for scheme in ("gptq", "rtn-int4")]
-        assert re.search(f"`{method}` {' and '.join(beside)}", said)
+        for scheme in ("gptq", "rtn-int4"):
+            assert re.search(rf"^\| `{method}` − `grpo:{scheme}` \| \+1\.000 \[\S+ \S+\] \|$", said, re.MULTILINE)
     assert "grpo-fp8" not in said
 
 

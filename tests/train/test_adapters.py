@@ -1,5 +1,6 @@
 """Adapters over a base in bf16, INT8 or NF4: the base does not change, it is the reference, and the merge is exact."""
 
+import functools
 import json
 import shutil
 import subprocess
@@ -15,7 +16,7 @@ from qrl.errors import BadInput, QrlError
 from qrl.formats.header import Entry
 from qrl.recipe import Recipe, Train
 from qrl.tasks import prompt
-from qrl.train import Job, arguments, grpo, loop, merge, policy, reward
+from qrl.train import Job, arguments, distill, grpo, loop, merge, policy, reward, sft
 from tests.train import pair
 
 pytestmark = pytest.mark.process
@@ -190,6 +191,30 @@ def test_processes_of_fsdp_share_what_a_reference_takes(monkeypatch):
     policy.check_memory(settings, {"w.weight": entry}, "cpu")
 
 
+@pytest.mark.parametrize(
+    ("changes", "ways"),
+    [
+        ({}, "take a smaller model or train.method = lora or qlora"),
+        ({"algorithm": "sft"}, "take a smaller model"),
+        ({"teacher": "qrl-tiny"}, "take a smaller model"),
+        ({"trainer": "verl"}, None),  # which divides and offloads in its own way
+    ],
+)
+def test_every_trainer_of_all_weights_counts_memory_before_it_loads(changes, ways, monkeypatch, tmp_path):
+    monkeypatch.setattr(policy, "_memory_bytes", lambda device: 2**20)
+    base, asked = checkpoint.check(tiny.PATH), job(Train(**BATCH, **changes), tmp_path)
+    check = {"sft": sft.check, "grpo": grpo.check}[asked.settings.algorithm]
+    if asked.settings.teacher:
+        check = functools.partial(distill.check, base)
+    if ways is None:
+        check(base, asked)
+        return
+    with pytest.raises(BadInput, match=rf"AdamW's .* this cpu has 0 GiB: {ways}\.$"):
+        check(base, asked)
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")  # in the host's memory
+    check(base, asked)
+
+
 def test_a_packed_base_is_refused_under_fsdp(monkeypatch):
     policy.check(Train(method="qlora"), TENSORS)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -268,7 +293,7 @@ REFUSED = {
         "'lm_head'",
     ),
     "bf16 in fp32": (Train(method="lora", base_storage="bf16", dtype="fp32"), TENSORS, r"train\.dtype is fp32"),
-    "no room for the optimizer": (Train(), LARGE, r"AdamW's .*149012 GiB .*train\.parallel = fsdp2"),
+    "no room for the optimizer": (Train(), LARGE, r"AdamW's .*149012 GiB .*train\.method = lora or qlora"),
 }
 
 

@@ -389,10 +389,20 @@ UNHEEDED = {
     [
         (VLLM, Train(), {}),
         (VLLM, Train(qat="int4"), {}),
-        (VLLM, Train(qat="nvfp4-a4"), {"format": r"in nvfp4-a4 .*k3 was 1\.6e-03 .*in bf16 4\.0e-06.*max_engine_kl"}),
-        (VLLM.model_copy(update={"quantization": "fp8"}), Train(), {"format": r"in fp8 .*1\.2e-04"}),
+        (VLLM, Train(qat="nvfp4-a4"), {"format": r"qat = nvfp4-a4 .*was 1\.6e-03 .*bf16 4\.0e-06.*begin at"}),
+        (
+            VLLM.model_copy(update={"quantization": "fp8"}),
+            Train(),
+            {"format": r"rollout\.quantization = fp8 .*2\.0e-04"},
+        ),
         (VLLM.model_copy(update={"is_correction": "none"}), Train(), {"gap": "the watcher `rollout` sees nothing"}),
+        (
+            VLLM.model_copy(update={"quantization": "fp8", "is_correction": "none"}),
+            Train(),
+            {"format": r"bf16 4\.0e-06\.$", "gap": "sees nothing"},
+        ),
         (VLLM, Train(qat="nvfp4-a4", teacher="t"), {}),
+        (VLLM.model_copy(update={"quantization": "fp8"}), Train(algorithm="sft"), {}),
         (Rollout(), Train(qat="nvfp4-a4"), {}),
     ],
 )

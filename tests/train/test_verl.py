@@ -208,7 +208,21 @@ def test_an_adapter_is_verls_adapter(tmp_path):
 
 @pytest.mark.parametrize(
     "overrides",
-    [{"train.qat": "int4"}, {"train.rewards": "correct,leak"}, {"watch.stop": "entropy"}],
+    [
+        {"train.qat": "int4"},
+        {"train.algorithm": "sft"},
+        {"train.parallel": "ddp"},
+        {"train.parallel": "zero3"},
+        {"train.num_iterations": "2"},
+        {"train.method": "qlora"},
+        {"train.schedule": "linear"},
+        {"train.loss": "bnpo"},
+        {"train.rewards": "correct,leak"},
+        {"rollout.engine": "transformers"},
+        {"rollout.quantization": "fp8"},
+        {"watch.stop": "entropy"},
+        {"watch.probe_every": "5"},
+    ],
     ids=lambda overrides: next(iter(overrides)),
 )
 def test_what_verl_lacks_is_refused_in_a_recipe(overrides):

@@ -28,7 +28,7 @@ from findings import CLIFF_LOSS, NEAR, TRAINED, Findings, Tested
 
 from qrl import stats
 from qrl.stats import Estimate
-from qrl.stats.text import interval
+from qrl.stats.text import interval, table
 
 ALPHA = 1 - stats.LEVEL  # of p-values that Holm's procedure corrected
 WIDTH = 140  # characters in a line of text
@@ -60,7 +60,7 @@ def write(found: Findings, why: pd.DataFrame | None = None) -> str:
         f"**Size.** {_growth(found)}",
         f"**What goes with the loss?** {said}" if (said := _correlations(found.correlations, found.near)) else "",
         f"**What moved?** {moved}" if moved else "",
-        f"**Methods in four bits.** {said}" if (said := _methods(found)) else "",
+        *_methods(found),
         f"Planned tests are the first answer, the first width that costs more than {CLIFF_LOSS} and what is marked "
         "(Holm); the rest is exploratory, uncorrected. Some tests and settings were fixed or changed after outcomes "
         "were seen: [design and deviations](../README.md). [All tables, and what was not run](tables.md). Made by "
@@ -70,7 +70,7 @@ def write(found: Findings, why: pd.DataFrame | None = None) -> str:
 
 
 def _wrapped(part: str) -> str:
-    whole = part.startswith(("!", "#"))
+    whole = part.startswith(("!", "#", "|"))
     return part if whole else textwrap.fill(part, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
@@ -263,23 +263,23 @@ def _growth(found: Findings) -> str:
     )
 
 
-def _methods(found: Findings) -> str:
+def _methods(found: Findings) -> list[str]:
     """Answer question 5: what trains in four bits beside both cells of GRPO's, the rest beside the same scheme."""
-    beside: dict[str, dict[str, list[str]]] = {}  # sizes → method → differences
+    rows: dict[str, dict[str, str]] = {}  # difference → size → its interval
     for each in found.methods:
         scheme = each.other.partition(":")[2]
         if each.method in TRAINED or each.method.endswith(f":{scheme}"):
-            at = beside.setdefault(_and(each.sizes), {})
-            at.setdefault(each.method, []).append(f"{interval(each.value)} (`{scheme}`)")
-    if not beside:
-        return ""
-    lines = ["Accuracy minus that of GRPO's weights quantized afterwards, by the scheme in parentheses."]
-    for sizes, methods in beside.items():
-        said = [f"`{name}` {' and '.join(values)}" for name, values in methods.items()]
-        lines.append(f"At {sizes}: {'; '.join(said)}.")
-    if any("qlora:full" in methods for methods in beside.values()):
-        lines.append("QLoRA's `full` is an NF4 base with its adapter in bf16, merged.")
-    return " ".join(lines)
+            rows.setdefault(f"`{each.method}` − `{each.other}`", {})[each.size] = interval(each.value)
+    if not rows:
+        return []
+    sizes = [size for size in PARAMETERS if any(size in row for row in rows.values())]
+    said = "**Methods in four bits.** Accuracy minus that of GRPO's weights quantized afterwards, by size."
+    if any(name.startswith("`qlora:full`") for name in rows):
+        said += " QLoRA's `full` is an NF4 base with its adapter in bf16, merged."
+    return [
+        said,
+        "\n".join(table(("", *sizes), [[name, *(row.get(size, "") for size in sizes)] for name, row in rows.items()])),
+    ]
 
 
 def _correlations(found: Sequence[Correlation], near: Sequence[Correlation]) -> str:

@@ -125,12 +125,12 @@ def growth(found: Findings) -> list[str]:
 
 def methods(found: Findings) -> list[str]:
     """Question 5: which method keeps the gain in four bits; exploratory."""
-    rows: dict[str, list[str]] = {}
+    rows: dict[tuple[str, str], list[str]] = {}
     for each in found.methods:
-        rows.setdefault(each.method, [each.method, ", ".join(each.sizes)]).append(interval(each.value))
-    head = ("accuracy of", "sizes", *(f"minus {GRPO}:{scheme}" for scheme in OF_GRPO))
+        rows.setdefault((each.method, each.size), [each.method, each.size]).append(interval(each.value))
+    head = ("accuracy of", "size", *(f"minus {GRPO}:{scheme}" for scheme in OF_GRPO))
     lines = ["## 5. Which method keeps the gain in four bits?", "", *_table(head, list(rows.values())), ""]
-    if absent := [method for method in METHODS if method not in rows]:
+    if absent := [method for method in METHODS if method not in {each for each, _ in rows}]:
         lines += [f"Not run under all seeds of a size: {', '.join(absent)}.", ""]
     if found.compared is not found.answers:
         own = f"{found.compared.runs} seeds, {found.compared.evidence.n:,} questions"

@@ -205,7 +205,8 @@ def told(kind: str, store: str) -> str:
         for key, values in every.items()
         if values and key != "train/reward"
     }
-    warned = [tag.removeprefix(names.TAG_WATCH) for tag in runs[0].data.tags if tag.startswith(names.TAG_WATCH)]
+    tagged = {tag.removeprefix(names.TAG_WATCH) for tag in runs[0].data.tags if tag.startswith(names.TAG_WATCH)}
+    warned = sorted(tagged - {"format", "gap"})  # what is known before the first step
     spread = statistics.stdev(reward[-part:]) / part**0.5
     return (
         f"{kind}: reward {first} in the first {part} steps, {last} ± {spread:.3f} in the last; "
