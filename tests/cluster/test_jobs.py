@@ -139,7 +139,7 @@ def test_a_job_ends_well_and_its_run_holds_what_ran_where(project, capfd):
 def test_a_node_that_shows_fewer_gpus_than_the_step_asks_for(project):
     job = submit(project, entry="evaluate", options={"gpus": 1, "partition": "gpu"})
     assert ended(job) == "FAILED"
-    assert "asks for 1 GPU, but torch sees 0 on node" in tags(job)[names.TAG_REASON]
+    assert "cluster.yaml asks for 1 GPU, but torch sees 0 on node" in job.log.read_text()
     assert ended(submit(project, entry="evaluate")) == "FINISHED"  # without one it computes on the CPU
 
 
