@@ -9,7 +9,7 @@ step      the built-in model, transformers rollouts: our step and a bare TRL scr
 speed     Qwen2.5-1.5B's shape, 64 × 8 completions of 256 tokens: TRL as shipped and ours; transformers and vLLM
 update    the update alone, without any engine: step time and peak memory of full, LoRA and QLoRA, with and without
           a reference
-sync      an adapter's sync, merged into the base and in a LoRA slot, in turn on one engine, by shape; with their ratio
+sync      an adapter's sync and decoding, merged into the base and in a LoRA slot, in turn on one engine, by shape
 
 Shapes have random weights: their time is the real model's, their log-probabilities are not.
 """
@@ -51,6 +51,7 @@ BF16, FEW = BATCH | dict(dtype="bf16"), BATCH | dict(prompts_per_step=16, dtype=
 ADAPTER = BATCH | dict(learning_rate=1e-5)
 SMALLER = {"1.5b": dict(prompts_per_step=16), "8b": dict(prompts_per_step=8, micro_batch=8)}
 VLLM = dict(engine="vllm", gpu_memory_utilization=0.3)
+DECODED = 64  # completions at once, of 128 tokens, with which `sync` times decoding
 AWAKE, SMALL = VLLM | dict(sleep="off"), VLLM | dict(gpu_memory_utilization=0.1)
 TINY = dict(steps=20, prompts_per_step=64, generations=8, micro_batch=512, max_completion_tokens=80, learning_rate=3e-5)
 TINY_LORA = TINY | dict(learning_rate=1e-3, dtype="bf16")
@@ -431,7 +432,11 @@ def alternate(case: dict) -> dict:
 
 
 def ways(case: dict) -> dict:
-    """Time both ways of sending an adapter in turn, on one engine that keeps a slot; each way's first is left out."""
+    """Time both ways of sending an adapter, and decoding with it, in turn on one engine that keeps a slot.
+
+    Each way's first is left out. Prompts are random tokens, and completions have the largest length. The merged weights
+    are decoded by an engine that keeps its slot, too, but without an adapter.
+    """
     import torch
 
     from qrl.train.rollout import slot, sync, vllm_engine
@@ -440,16 +445,28 @@ def ways(case: dict) -> dict:
         link = trainer_of(case, Path(work))[0].vllm_generation
         began = finished()
         link.sync_weights()
-        found, taken = {"first_s": finished() - began}, {"merged": [], "slot": []}  # the first sends the base too
+        found = {"first_s": finished() - began}  # the first sends the base too
+        taken: dict[str, list[float]] = {"merged": [], "slot": []}
+        decoded: dict[str, list[float]] = {"merged": [], "slot": []}
+        prompts = torch.randint(3, 60, (DECODED, 64), generator=torch.Generator().manual_seed(0)).tolist()
+
+        def decode(way: str, adapter=None) -> None:
+            began, most = finished(), {"ignore_eos": True}
+            vllm_engine.generate(link.llm, prompts, temperature=1.0, max_tokens=128, more=most, adapter=adapter)
+            decoded[way].append(finished() - began)
+
         for _ in range(case["ways"]):
             began = finished()
             vllm_engine.load(link.llm, sync.named_weights(link._model(), torch.bfloat16), reloads=False)
             taken["merged"].append(finished() - began)
+            decode("merged")
             began = finished()
             slot.load(link.llm, sync.named_adapter(link._model()))
             taken["slot"].append(finished() - began)
+            decode("slot", slot.request())
     found |= {f"{way}_s": statistics.median(seconds[1:]) for way, seconds in taken.items()}
-    found |= {"merged_over_slot": found["merged_s"] / found["slot_s"], "syncs_s": taken}
+    found |= {f"decode_{way}_s": statistics.median(seconds[1:]) for way, seconds in decoded.items()}
+    found |= {"merged_over_slot": found["merged_s"] / found["slot_s"], "syncs_s": taken, "decodes_s": decoded}
     print(json.dumps(found), flush=True)
     return found
 
