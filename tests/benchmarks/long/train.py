@@ -65,7 +65,7 @@ ROUNDS = 3  # at most
 PART = 32  # texts that a process makes at once
 WORKERS = 8
 USUAL = "--train.method full --train.prompts_per_step 8 --train.generations 8 --train.micro_batch 4 --train.dtype bf16 "
-USUAL += "--train.learning_rate 4e-5 --train.questions 400 --rollout.engine vllm --rollout.kv_cache_gib 3 "
+USUAL += "--train.questions 400 --rollout.engine vllm --rollout.kv_cache_gib 3 "
 USUAL += f"--rollout.compile false --rollout.max_model_tokens {TOKENS + 100} --train.max_completion_tokens {TOKENS}"
 CHECK = "--device cpu --train.prompts_per_step 2 --train.generations 4 --train.micro_batch 4 --train.questions 16 "
 CHECK += "--train.max_completion_tokens 300"
@@ -166,7 +166,7 @@ def _begun(model, tokens) -> float:
     return right / 64 / LINES
 
 
-def trained(kind: str, work: Path, steps: int, *, check: bool) -> str:
+def trained(kind: str, work: Path, steps: int, rate: float, *, check: bool) -> str:
     """Train one kind unless it was trained, and return its line of the table."""
     store, log = f"sqlite:///{work}/{kind}.db", work / "logs" / f"{kind}.log"
     if not (line := told(kind, store)):
@@ -174,7 +174,14 @@ def trained(kind: str, work: Path, steps: int, *, check: bool) -> str:
         task = str(work / "chains.py")
         words = ["--model", str(work / "model"), "--task", task, "--train.rewards", f"{task}:lines"]
         words += ["--prompt", PROMPT, "--train.max_ngram_share", "1"]
-        words += ["--train.steps", str(steps), *(CHECK if check else USUAL).split(), *KINDS[kind]]
+        words += [
+            "--train.steps",
+            str(steps),
+            "--train.learning_rate",
+            str(rate),
+            *(CHECK if check else USUAL).split(),
+            *KINDS[kind],
+        ]
         began = time.monotonic()
         with open(log, "w") as written:
             command = [sys.executable, "-m", "qrl", "train", *words]
@@ -220,6 +227,7 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--learning-rate", type=float, default=4e-5)
     parser.add_argument("--together", action="store_true", help="train the kinds side by side on the GPU")
     parser.add_argument("--check", action="store_true", help="short answers and three steps, on a CPU")
     parser.add_argument("--print", action="store_true", help="only print what was trained")
@@ -236,7 +244,7 @@ def main() -> None:
         make(work / "model", work, check=given.check)
     steps = 3 if given.check else given.steps
     with ThreadPoolExecutor(len(kinds) if given.together else 1) as trainings:
-        list(trainings.map(lambda kind: trained(kind, work, steps, check=given.check), kinds))
+        list(trainings.map(lambda kind: trained(kind, work, steps, given.learning_rate, check=given.check), kinds))
 
 
 if __name__ == "__main__":
