@@ -135,7 +135,6 @@ def test_a_job_ends_well_and_its_run_holds_what_ran_where(project, capfd):
 
 
 @pytest.mark.skipif(device.gpus("cuda") > 0, reason="a GPU is here, so the node shows what the step asks for")
-@pytest.mark.skipif(device.gpus("cuda") > 0, reason="a GPU is here, so the node shows what the step asks for")
 def test_a_node_that_shows_fewer_gpus_than_the_step_asks_for(project):
     job = submit(project, entry="evaluate", options={"gpus": 1, "partition": "gpu"})
     assert ended(job) == "FAILED"

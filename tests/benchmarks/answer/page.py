@@ -276,10 +276,8 @@ def _methods(found: Findings) -> list[str]:
     said = "**Methods in four bits.** Accuracy minus that of GRPO's weights quantized afterwards, by size."
     if any(name.startswith("`qlora:full`") for name in rows):
         said += " QLoRA's `full` is an NF4 base with its adapter in bf16, merged."
-    return [
-        said,
-        "\n".join(table(("", *sizes), [[name, *(row.get(size, "") for size in sizes)] for name, row in rows.items()])),
-    ]
+    body = [[name, *(row.get(size, "") for size in sizes)] for name, row in rows.items()]
+    return [said, "\n".join(table(("", *sizes), body))]
 
 
 def _correlations(found: Sequence[Correlation], near: Sequence[Correlation]) -> str:
