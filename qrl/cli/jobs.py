@@ -7,6 +7,7 @@ from click import argument, option
 
 from qrl.errors import BadInput
 
+_OWN = ("--cluster", "--env-manager", "--dry-run")  # of `submit`; after the command they would be passed on to it
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -73,6 +74,10 @@ def _parameters(words: tuple[str, ...]) -> dict[str, str]:
         name = rest.pop(0)
         if not name.startswith("--"):
             raise BadInput(f"'{name}' is no option of a command: write --KEY VALUE.")
+        if name in _OWN:
+            raise BadInput(
+                f"{name} is an option of `submit`: write it before the command, as in qrl submit {name} … main."
+            )
         parameters[name[2:]] = "true" if not rest or rest[0].startswith("--") else rest.pop(0)
     return parameters
 

@@ -86,7 +86,7 @@ class Cluster(Section):
         try:
             merged = Resources.model_validate(self.defaults | own)
         except ValidationError as error:
-            if str(error.errors()[0]["loc"][0]) not in own:
+            if str(_first(error)["loc"][0]) not in own:
                 where, given = "defaults", self.defaults
             raise BadInput(_sentence(error, where, Resources)) from None
         for driver, names in OF_DRIVER.items():
@@ -166,8 +166,13 @@ def chosen() -> Cluster | None:
     return load(Path(os.environ[CHOSEN])) if os.environ.get(CHOSEN) else None
 
 
+def _first(error: ValidationError) -> Any:
+    """Return the error to tell: an unknown key before all, which may be a missing one that was misspelt."""
+    return min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+
+
 def _sentence(error: ValidationError, where: str, model: type[Section]) -> str:
-    first = error.errors()[0]
+    first = _first(error)
     parts = [part for part in (where, *map(str, first["loc"])) if part]
     key = f"{FILE}: '{'.'.join(parts)}'"
     if first["type"] == "extra_forbidden":

@@ -19,6 +19,7 @@ _WAITS = {"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD",
 _RUNS = {"RUNNING", "COMPLETING", "CONFIGURING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"}
 _UNKNOWN = "Invalid job id"  # of a job that ended longer than MinJobAge ago, by default five minutes
 _FULL = re.compile("unable to accept job|job queue full")  # sbatch then tries again for two minutes
+_AWAY = re.compile("Could not establish a configuration source|Unable to contact slurm controller")
 _LOST = "timed out"  # sbatch's own patience with the controller, which may take the job all the same
 _SUBMIT_S = 60  # for sbatch to answer
 _BLIND = r"""  [ -e "$needed" ] && continue
@@ -103,6 +104,11 @@ class Slurm:
         if late:
             raise late
         refusal = first_line(QrlError(said)).removeprefix("sbatch: error: ")
+        if _AWAY.search(said):
+            raise BadInput(
+                f"Slurm cannot be reached from here ({refusal}): submit from a node of the cluster, while its "
+                "controller runs."
+            )
         raise BadInput(f"Slurm refuses the job of {job.entry} ({refusal}): correct cluster.yaml, and submit again.")
 
     def state(self, job_id: str) -> State | None:

@@ -99,6 +99,7 @@ def test_a_step_counts_the_gpus_that_its_job_asked_for(wanted, seen, refused, mo
     [
         ({"shraed": "/"}, "'shraed' is unknown"),
         ({"driver": "pbs"}, "'driver' is 'pbs'"),
+        ({"driver": None, "drivr": "slurm"}, "'drivr' is unknown: expected one of driver, "),
         ({"shared": None}, "'shared' is missing"),
         ({"defaults": {"partion": "gpu"}}, "'defaults.partion' is unknown"),
         ({"defaults": {"partition": "a b"}}, "'defaults.partition' is 'a b'"),
@@ -163,6 +164,25 @@ def test_options_become_parameters():
     }
     with pytest.raises(BadInput, match="'x' is no option"):
         commands._parameters(("x",))
+    for own in ("--cluster", "--dry-run"):  # else `submit` would take ./cluster.yaml, or submit
+        with pytest.raises(BadInput, match=f"{own} is an option of `submit`: write it before the command"):
+            commands._parameters(("--recipe", "math", own, "other.yaml"))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host\n"
+        "sbatch: fatal: Could not establish a configuration source",
+        "sbatch: error: Batch job submission failed: Unable to contact slurm controller (connect failure)",
+    ],
+)
+def test_a_slurm_that_is_away_is_no_mistake_in_cluster_yaml(said, tmp_path, monkeypatch):
+    (program := tmp_path / "sbatch").write_text(f"#!/bin/sh\necho {shlex.quote(said)} >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(BadInput, match=r"^Slurm cannot be reached from here \(.*\): submit from a node"):
+        Slurm().submit(job(SLURM))
 
 
 def test_a_study_learns_the_device_of_its_nodes(tmp_path, monkeypatch):
