@@ -52,6 +52,12 @@ if rollout.engine == "vllm":
 if rollout.engine == "vllm" and device == "cpu":  # users may not, since it is slow; compiling would take longer still
     from qrl.train import rollout as sampling
     sampling.check, vllm.LLM = lambda *args: None, functools.partial(vllm.LLM, enforce_eager=True)
+    import torch
+    from vllm.model_executor.layers import utils
+    # A CPU with AVX512 packs weights and drops them, so that no sync could replace them; a GPU does not.
+    def keep_weight(layer, remove_weight):
+        layer.cpu_linear = torch.nn.functional.linear
+    utils.dispatch_cpu_unquantized_gemm = keep_weight
 data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 512, 0), "task": "arithmetic"}
 where = {"device": device, "work": Path(work), "out": Path(out)}
 job = Job(settings=settings, template="plain", seed=0, rollout=rollout, log=log, **data, **where)
