@@ -132,7 +132,9 @@ def test_methods_are_compared_with_the_grpo_of_their_own_runs(frame):
     rows.append(qlora.assign(variant="qat-int4", scheme="rtn-int4"))
     found = Findings(contrasts.Answers(frame), contrasts.Answers(pd.concat(rows)))
     said = page.write(found)
-    assert "minus that of GRPO's weights quantized afterwards, by size." in said and "|  | m3 |" in said
+    words = " ".join(said.split())
+    assert "minus that of GRPO's weights quantized afterwards, by size." in words and "|  | m3 |" in said
+    assert "above `grpo:gptq`: `qlora:full` at m3 and `qat-int4:rtn-int4` at m3; below: none." in words
     for method in ("qlora:full", "qat-int4:rtn-int4"):
         for scheme in ("gptq", "rtn-int4"):
             assert re.search(rf"^\| `{method}` − `grpo:{scheme}` \| \+1\.000 \[\S+ \S+\] \|$", said, re.MULTILINE)

@@ -24,7 +24,7 @@ from contrasts import (
     relative_excess,
 )
 from correlations import BEHAVIOUR, Correlation
-from findings import CLIFF_LOSS, NEAR, TRAINED, Findings, Tested
+from findings import CLIFF_LOSS, NEAR, TRAINED, Compared, Findings, Tested
 
 from qrl import stats
 from qrl.stats import Estimate
@@ -273,11 +273,27 @@ def _methods(found: Findings) -> list[str]:
     if not rows:
         return []
     sizes = [size for size in PARAMETERS if any(size in row for row in rows.values())]
-    said = "**Methods in four bits.** Accuracy minus that of GRPO's weights quantized afterwards, by size."
+    said = f"**Methods in four bits.** {_beside_gptq(found.methods)} Accuracy minus that of GRPO's weights quantized "
+    said += "afterwards, by size."
     if any(name.startswith("`qlora:full`") for name in rows):
         said += " QLoRA's `full` is an NF4 base with its adapter in bf16, merged."
     body = [[name, *(row.get(size, "") for size in sizes)] for name, row in rows.items()]
     return [said, "\n".join(table(("", *sizes), body))]
+
+
+def _beside_gptq(methods: Sequence[Compared]) -> str:
+    """Say at which sizes the interval of a method that trains in four bits lies above or below GPTQ of GRPO."""
+    other = f"{GRPO}:{PRIMARY}"
+    beside = [each for each in methods if each.method in TRAINED and each.other == other]
+
+    def at_sizes(sign: int) -> str:
+        held: dict[str, list[str]] = {}
+        for each in beside:
+            if min(sign * each.value.low, sign * each.value.high) > 0:
+                held.setdefault(each.method, []).append(each.size)
+        return _and(f"`{method}` at {_and(sizes)}" for method, sizes in held.items()) or "none"
+
+    return f"Intervals above `{other}`: {at_sizes(1)}; below: {at_sizes(-1)}."
 
 
 def _correlations(found: Sequence[Correlation], near: Sequence[Correlation]) -> str:
