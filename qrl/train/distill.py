@@ -76,7 +76,7 @@ def make_trainer(job: Job, teacher: Path):
     settings = job.settings
     # Starts the group of processes, over which a teacher is sharded.
     args = arguments.on_one_gpu(DistillationConfig(**arguments.common(job)))
-    loss = functools.partial(divergence, reverse=settings.distill_reverse)
+    loss = functools.partial(divergence, reverse=settings.distill_reverse, temperature=settings.temperature)
     rows = [{"prompt": prompt.messages(question.question, job.template)} for question in job.questions]
     scoring = _teacher(checkpoint.check(teacher), job)
     trainer = trl_private.distillation_trainer(loss, scoring, job.rollout, settings.qat)(
@@ -102,13 +102,14 @@ def _teacher(teacher: checkpoint.Checkpoint, job: Job) -> Teacher:
     return found
 
 
-def divergence(student: Tensor, teacher: Likeliest, *, reverse: float) -> Tensor:
+def divergence(student: Tensor, teacher: Likeliest, *, reverse: float, temperature: float = 1.0) -> Tensor:
     """Return the KL over the teacher's likeliest tokens, both distributions normalized again over them.
 
     Args:
         student: (N, V) logits.
         teacher: scores and tokens, (N, K); K = V gives the plain KL.
         reverse: w in (1 − w) · KL(teacher ‖ student) + w · KL(student ‖ teacher).
+        temperature: divides the student's logits; the teacher's scores are over it already.
 
     Returns:
         (N,), nats per position.
@@ -116,7 +117,8 @@ def divergence(student: Tensor, teacher: Likeliest, *, reverse: float) -> Tensor
     Source: NeMo-RL's on-policy distillation, zero_outside_topk = false.
     """
     target = teacher.scores.log_softmax(-1)
-    own = student.float().gather(-1, teacher.tokens).log_softmax(-1)
+    # Gathered first: (N, V) in fp32, and its gradient, would be written and read for K of V columns.
+    own = (student.gather(-1, teacher.tokens).float() / temperature).log_softmax(-1)
     forward_kl = kl_div(own, target, reduction="none", log_target=True).sum(-1)
     reverse_kl = kl_div(target, own, reduction="none", log_target=True).sum(-1)
     return (1 - reverse) * forward_kl + reverse * reverse_kl

@@ -55,7 +55,7 @@ def grpo_trainer(settings: Rollout, resamples: int = 0, qat: str = "none") -> ty
     return Trainer
 
 
-def _sampling_with_vllm(base: type, settings: Rollout, qat: str) -> type:
+def _sampling_with_vllm(base: type, settings: Rollout, qat: str, logprobs: int | None = 0) -> type:
     """Return a trainer of TRL's that samples through `link`, and logs its speed."""
 
     class Trainer(base):
@@ -63,7 +63,7 @@ def _sampling_with_vllm(base: type, settings: Rollout, qat: str) -> type:
             super().__init__(*args, **kwargs)
             self.use_vllm, self.vllm_mode = True, settings.mode
             self.args.use_vllm, self.args.vllm_mode = True, settings.mode  # for the run's record
-            self.vllm_generation = link(self, settings, qat)
+            self.vllm_generation = link(self, settings, qat, logprobs)
             self._last_loaded_step = -1
 
         def _generate_and_score_completions(self, inputs):
@@ -151,8 +151,15 @@ def _text(prompt: list[dict]) -> str:
     return prompt[-1]["content"]
 
 
-def link(trainer, settings: Rollout, qat: str = "none"):
-    """Return TRL's link to vLLM with our engine, weights and sampling; TRL's own client queries a server."""
+def link(trainer, settings: Rollout, qat: str = "none", logprobs: int | None = 0):
+    """Return TRL's link to vLLM with our engine, weights and sampling; TRL's own client queries a server.
+
+    Args:
+        trainer: TRL's.
+        settings: who samples.
+        qat: the format of training.
+        logprobs: 0 returns those of sampled tokens, None none, which is faster.
+    """
     from trl.generation.vllm_generation import VLLMGeneration
 
     cls = type("Generation", (Link, VLLMGeneration), {"trainer": trainer, "settings": settings, "qat": qat})
@@ -165,7 +172,7 @@ def link(trainer, settings: Rollout, qat: str = "none"):
         server_timeout=settings.server_timeout_s,
         group_port=settings.server_group_port,
         max_num_seqs=trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps,
-        logprobs=0,
+        logprobs=logprobs,
         generation_kwargs=trainer.args.generation_kwargs,
     )
 
@@ -246,7 +253,7 @@ class Link:
 
         What rollouts draw afterwards stays the same, and so do their times.
         """
-        plain = {"temperature": 0.0, "repetition_penalty": 1.0, "generation_kwargs": {}}
+        plain = {"temperature": 0.0, "repetition_penalty": 1.0, "generation_kwargs": {}, "logprobs": None}
         kept = {name: getattr(self, name) for name in (*plain, "_drawn")} | {"seconds": dict(self.seconds)}
         vars(self).update(plain)
         try:
@@ -259,7 +266,7 @@ class Link:
         if self.enable_sleep_mode:
             vllm_engine.wake(self.llm, "kv_cache")
         options = {"top_p": self.top_p, "top_k": self.top_k, "min_p": self.min_p or 0.0}
-        options["repetition_penalty"] = self.repetition_penalty
+        options |= {"repetition_penalty": self.repetition_penalty, "logprobs": self.logprobs}
         limits = {"temperature": self.temperature, "max_tokens": self.max_completion_length}
         with vllm_engine.seeded(self._seed()):
             ids, logprobs = vllm_engine.generate(
@@ -329,7 +336,7 @@ def distillation_trainer(
     TRL divides the loss by the tokens of all processes, and by their number, since DDP averages gradients.
 
     Args:
-        divergence: (N, V) logits of the student over the temperature, and the teacher's likeliest tokens → (N,).
+        divergence: (N, V) logits of the student, and the teacher's likeliest tokens → (N,).
         teacher: scores the tokens of a micro-batch.
         settings: who samples.
         qat: the format of training, for vLLM.
@@ -342,7 +349,7 @@ def distillation_trainer(
 
     base = DistillationTrainer
     if settings.engine == sampling.VLLM:
-        base = _sampling_with_vllm(DistillationTrainer, settings, qat)
+        base = _sampling_with_vllm(DistillationTrainer, settings, qat, logprobs=None)
 
     class Trainer(base):
         def compute_loss(self, model, inputs, *rest, **named):
@@ -357,10 +364,9 @@ def distillation_trainer(
         def _compute_loss(self, unwrapped_student, inputs, num_items_in_batch):
             ids, mask, valid = _texts(inputs)
             student = _logits(self, unwrapped_student, ids=ids, mask=mask, valid=valid)
-            losses = divergence(student / self.temperature, inputs["likeliest"])
+            losses = divergence(student, inputs["likeliest"])
             count = valid.sum()
-            logprobs = student.detach().float().log_softmax(-1)
-            entropy = -(logprobs.exp() * logprobs).sum()
+            entropy = torch.special.entr(student.detach().softmax(-1, dtype=torch.float32)).sum()
             divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             return losses.sum() / divisor, entropy, count
 

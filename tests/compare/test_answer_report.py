@@ -135,6 +135,7 @@ def test_methods_are_compared_with_the_grpo_of_their_own_runs(frame):
     words = " ".join(said.split())
     assert "minus that of GRPO's weights quantized afterwards, by size." in words and "|  | m3 |" in said
     assert "above `grpo:gptq`: `qlora:full` at m3 and `qat-int4:rtn-int4` at m3; below: none." in words
+    assert "these 2 comparisons (Holm, 5 %): `qlora:full` at m3 and `qat-int4:rtn-int4` at m3." in words
     for method in ("qlora:full", "qat-int4:rtn-int4"):
         for scheme in ("gptq", "rtn-int4"):
             assert re.search(rf"^\| `{method}` − `grpo:{scheme}` \| \+1\.000 \[\S+ \S+\] \|$", said, re.MULTILINE)
@@ -266,6 +267,14 @@ def test_a_measure_that_orders_the_losses_has_a_correlation_of_one(frame):
     (rank,) = correlations.correlations(correlations.points(frame, weights), draws=50)
     assert (rank.rho, rank.low, rank.high) == pytest.approx((1, 1, 1))
     assert (rank.cells, rank.schemes, rank.trainings) == (16, 2, 8)
+    points = correlations.points(frame, weights)
+    assert points[correlations.OF_GAIN].xs("gptq", level="scheme").to_numpy() == pytest.approx(
+        0.05
+    )  # the base loses as much
+    (rank,) = correlations.correlations(
+        points.assign(relative_mse=-points["relative_mse"]), outcome=correlations.OF_GAIN
+    )
+    assert rank.rho == pytest.approx(-1)
     worse = frame.copy()
     first = (frame["variant"] == "grpo") & (frame["scheme"] == "w8a16") & (frame["seed"] == 1)
     worse.loc[first & frame["question"].isin(["1-0", "1-1"]), "correct"] = 0  # else all of these cells lose the same

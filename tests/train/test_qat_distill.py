@@ -14,8 +14,8 @@ from qrl import checkpoint, tasks, tiny
 from qrl.errors import BadInput
 from qrl.formats.fakequant import linears
 from qrl.recipe import Rollout, Train, Watch
-from qrl.train import Job, distill, rollout
-from qrl.train.teacher import Likeliest
+from qrl.train import Job, distill, policy, rollout
+from qrl.train.teacher import Likeliest, local
 
 pytestmark = pytest.mark.process
 
@@ -50,6 +50,8 @@ def test_the_divergence_over_all_tokens_is_the_plain_kl_and_mixes_linearly():
     for weight in (0.0, 0.3, 1.0):
         mixed = distill.divergence(student, likeliest(teacher, 40), reverse=weight)
         assert torch.allclose(mixed, (1 - weight) * forward + weight * backward, atol=1e-5)
+    hot = distill.divergence(3 * student, local.likeliest(3 * teacher, 40, 3.0), reverse=1.0, temperature=3.0)
+    assert torch.allclose(hot, backward, atol=1e-5)
 
 
 def test_only_the_teachers_likeliest_tokens_count_and_an_equal_student_is_at_zero():
@@ -60,6 +62,32 @@ def test_only_the_teachers_likeliest_tokens_count_and_an_equal_student_is_at_zer
         distill.divergence(logits, likeliest(teacher, 4), reverse=0.5) for logits in (student, changed, teacher + 3)
     )
     assert torch.allclose(of_student, of_changed) and (of_student > 0).all() and of_equal.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_teacher_whose_linears_are_stored_in_bf16_scores_as_one_that_autocast_rounds_bit_for_bit(tied, tmp_path):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = Qwen2Config(vocab_size=200, num_key_value_heads=2, tie_word_embeddings=tied, **size)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    ids = torch.randint(200, (3, 12))
+    mask, valid = torch.ones_like(ids), torch.ones(3, 12, dtype=torch.bool)
+
+    def score(model):
+        return model(input_ids=ids).logits[valid]
+
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        teacher = local.Local(tmp_path, FAST.model_copy(update={"dtype": "bf16"}), "cpu")
+        whole = policy.load(tmp_path, FAST, "cpu").eval()
+        assert torch.equal(score(teacher.model), score(whole))
+        scores, tokens = teacher(score, ids, mask, valid)
+        assert scores.equal(score(whole).float().gather(-1, tokens)) and scores.dtype == torch.float32
+    stored = {name: weight.dtype for name, weight in teacher.model.named_parameters()}
+    assert stored["model.layers.0.mlp.up_proj.weight"] == torch.bfloat16
+    assert stored["model.embed_tokens.weight"] == stored["model.norm.weight"] == torch.float32
+    assert ("lm_head.weight" in stored) != tied and (tied or stored["lm_head.weight"] == torch.bfloat16)
 
 
 def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path, away):

@@ -324,6 +324,7 @@ def test_an_engine_that_cannot_start_says_why_and_what_to_do(raised, fixed, sent
         (Rollout(engine="vllm", kv_cache_gib=5), Train(method="lora", dtype="bf16"), 0, 5 + 2 + 2),
         (Rollout(engine="vllm", kv_cache_gib=5, quantization="fp8"), Train(method="qlora"), 0, 5 + 1 + 0.5),
         (VLLM, Train(teacher="t"), 8 * GIB, 24 + 4 + 32),
+        (VLLM, Train(teacher="t", dtype="bf16"), 8 * GIB, 24 + 4 + 16),
         (VLLM, Train(teacher="t", teacher_placement="sharded"), 8 * GIB, 24 + 4 + 16),
         (VLLM, Train(teacher="t", teacher_placement="server", teacher_server="http://a:1"), 8 * GIB, 24 + 4),
     ],

@@ -52,6 +52,11 @@ if __name__ == "__main__":
         vllm_engine.load(engine, iter(load_file(folder / f"{number}.safetensors").items()), reloads=False)
         sampled = vllm_engine.generate(engine, prompts, temperature=1.0, max_tokens=int(sys.argv[4]), more=more)
         (folder / f"{number}.json").write_text(json.dumps(sampled))
+    drawn = []
+    for extra in (more, more | {"logprobs": None}):
+        with vllm_engine.seeded(7):
+            drawn.append(vllm_engine.generate(engine, prompts, temperature=1.0, max_tokens=8, more=extra))
+    assert drawn[0][0] == drawn[1][0] and not any(drawn[1][1]), "other completions without log-probabilities"
 """
 )
 

@@ -45,7 +45,16 @@ def test_the_link_to_vllm_has_the_methods_that_are_replaced_and_the_attributes_t
     passed |= {"logprobs", "generation_kwargs"}
     missing = passed - set(parameters(VLLMGeneration.__init__))
     assert not missing, f"TRL's VLLMGeneration does not accept {missing}: adapt trl_private.link."
-    for name in ("model", "accelerator", "mode", "max_num_seqs", "enable_sleep_mode", "generation_kwargs", "_dist"):
+    for name in (
+        "model",
+        "accelerator",
+        "mode",
+        "max_num_seqs",
+        "enable_sleep_mode",
+        "generation_kwargs",
+        "logprobs",
+        "_dist",
+    ):
         assert assigned(VLLMGeneration, name), f"TRL's VLLMGeneration does not set {name}: trl_private.Link reads it."
     init = inspect.getsource(VLLMGeneration.__init__).rstrip()
     assert init.endswith("self._init_vllm()"), "TRL's VLLMGeneration calls _init_vllm before its attributes are set."

@@ -232,11 +232,11 @@ def generate(
 
     Args:
         prompts: B lists of token ids.
-        more: further sampling parameters, by vLLM's names.
+        more: further sampling parameters, by vLLM's names; `logprobs` None leaves log-probabilities out.
         adapter: `slot.request()` where the engine holds the adapter in a slot.
 
     Returns:
-        B lists of token ids, and B lists of log-probabilities, None where vLLM has none.
+        B lists of token ids, and B lists of log-probabilities, None where vLLM has none; empty if they were left out.
     """
     from vllm import SamplingParams
 
@@ -250,7 +250,9 @@ def generate(
 
 def _sampled(completion) -> list[float | None]:
     """Return the log-probabilities of a completion's own tokens."""
-    logprobs = completion.logprobs  # flat: the sampled token comes first at every position
+    if (logprobs := completion.logprobs) is None:
+        return []
+    # Flat: the sampled token comes first at every position.
     values = [logprobs.logprobs[start] for start in logprobs.start_indices]
     return [None if math.isnan(value) else value for value in values]
 

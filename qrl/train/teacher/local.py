@@ -24,16 +24,29 @@ class Local:
         def load() -> nn.Module:
             return policy.load(folder, settings, device).requires_grad_(False).eval()
 
-        self.model = shard(load, place) if settings.teacher_placement == "sharded" else load().to(place)
+        if settings.teacher_placement == "sharded":
+            self.model = shard(load, place)
+        else:
+            self.model = (stored_as_computed(load()) if settings.compute == "bf16" else load()).to(place)
 
     def __call__(self, score: Callable[[nn.Module], Tensor], ids: Tensor, mask: Tensor, valid: Tensor) -> Likeliest:
         logits = trl_private.redirect(self.model, lambda _: score(self.model), ids)
-        return likeliest(logits / self.temperature, self.top_k)
+        return likeliest(logits, self.top_k, self.temperature)
 
 
-def likeliest(logits: Tensor, top_k: int) -> Likeliest:
-    """Return the likeliest tokens of logits (N, V), at most V of them."""
-    return Likeliest(*logits.float().topk(min(top_k, logits.shape[-1]), dim=-1))
+def likeliest(logits: Tensor, top_k: int, temperature: float = 1.0) -> Likeliest:
+    """Return the likeliest tokens of logits (N, V), at most V of them, with their logits over the temperature."""
+    scores, tokens = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+    return Likeliest(scores.float() / temperature, tokens)
+
+
+def stored_as_computed(model: nn.Module) -> nn.Module:
+    """Return the model with its linears in bf16, to which autocast would round them at every use; a tied head stays."""
+    embedded = model.get_input_embeddings().weight
+    for module in model.modules():
+        if type(module) is nn.Linear and module.weight is not embedded:
+            module.to(torch.bfloat16)
+    return model
 
 
 def shard(load: Callable[[], nn.Module], place: torch.device) -> nn.Module:

@@ -1,30 +1,23 @@
-"""Question 6: which measures of weights and behaviour go with grpo's loss; exploratory."""
+"""Question 6: which measures of weights and behaviour go with grpo's loss, and with its gain's; exploratory."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from contrasts import FULL, GRPO
+from contrasts import BASE, FULL, GRPO
 
 MEASURES = ("relative_mse", "code_flip_rate", "update_survival", "update_cosine")  # per cell of grpo, over matrices
 BEHAVIOUR = ("kl", "top1_agreement")  # per cell of grpo, on held-out solutions
+LOSS, OF_GAIN = "loss", "loss of gain"  # of grpo's accuracy; minus that of the base's
 DRAWS = 20_000
 FEW = 3  # cells; fewer have no correlation
-HEAD = (
-    "measure",
-    "Spearman's correlation with the loss",
-    "within a size",
-    "within a scheme",
-    "cells",
-    "schemes",
-    "trainings",
-)
+HEAD = ("measure", "Spearman's correlation", "within a size", "within a scheme", "cells", "schemes", "trainings")
 
 
 @dataclass(frozen=True)
 class Correlation:
-    """Spearman's correlation of a measure with the loss, over cells."""
+    """Spearman's correlation of a measure with an outcome, over cells."""
 
     measure: str
     rho: float
@@ -42,14 +35,12 @@ class Correlation:
 
 
 def points(frame: pd.DataFrame, weights: pd.DataFrame) -> pd.DataFrame:
-    """Return a row for each scheme of each training of grpo: its loss and its measures.
+    """Return a row for each scheme of each training of grpo: its loss, its gain's, and its measures.
 
     Args:
         frame: answers, a row each.
         weights: from `tables.measures`.
     """
-    trained = frame[frame["variant"].astype(str) == GRPO]
-    accuracy = trained.groupby(["size", "seed", "scheme"], observed=True)["correct"].mean()
     own = weights[weights["variant"] == GRPO]
     stored, spoken = (own[own["table"] == table] for table in ("schemes", "behaviour"))
     keys = ["size", "seed", "scheme"]
@@ -62,11 +53,19 @@ def points(frame: pd.DataFrame, weights: pd.DataFrame) -> pd.DataFrame:
     )
     if len(spoken):
         measured = measured.join(spoken.groupby(keys)[list(BEHAVIOUR)].mean())
+    loss, of_base = (_losses(frame, variant, measured.index) for variant in (GRPO, BASE))
+    return measured.assign(**{LOSS: loss, OF_GAIN: loss - of_base}).dropna(subset=[LOSS])
+
+
+def _losses(frame: pd.DataFrame, variant: str, cells: pd.MultiIndex) -> np.ndarray:
+    """Return what each scheme of each size and seed costs a variant, nan where it was not evaluated."""
+    answered = frame[frame["variant"].astype(str) == variant]
+    accuracy = answered.groupby(["size", "seed", "scheme"], observed=True)["correct"].mean()
     full, kept = (
-        [accuracy.get((size, seed, FULL if whole else scheme), np.nan) for size, seed, scheme in measured.index]
+        [accuracy.get((size, seed, FULL if whole else scheme), np.nan) for size, seed, scheme in cells]
         for whole in (True, False)
     )
-    return measured.assign(loss=np.array(full) - np.array(kept)).dropna(subset=["loss"])
+    return np.array(full) - np.array(kept)
 
 
 def _mean(rows: pd.DataFrame, measure: str) -> float:
@@ -74,8 +73,10 @@ def _mean(rows: pd.DataFrame, measure: str) -> float:
     return float(np.average(rows[measure], weights=rows["numel"]))
 
 
-def correlations(cells: pd.DataFrame, most: float = np.inf, draws: int = DRAWS) -> list[Correlation]:
-    """Return each measure's correlation with the loss, the strongest first.
+def correlations(
+    cells: pd.DataFrame, most: float = np.inf, draws: int = DRAWS, outcome: str = LOSS
+) -> list[Correlation]:
+    """Return each measure's correlation with an outcome, the strongest first.
 
     The interval is a percentile bootstrap that draws trainings and schemes, since the cells of a training are not
     independent, nor are those of a scheme.
@@ -84,13 +85,14 @@ def correlations(cells: pd.DataFrame, most: float = np.inf, draws: int = DRAWS) 
         cells: from `points`.
         most: only cells that lose less than this.
         draws: of the bootstrap.
+        outcome: LOSS or OF_GAIN.
 
     Source: Spearman's rho; rows and columns drawn alike: Owen, Annals of Applied Statistics 1 (2007) 386.
     """
     found, random = [], np.random.default_rng(0)
-    cells = cells[cells["loss"] < most]
-    for measure in cells.columns.drop("loss"):
-        known = cells[[measure, "loss"]].dropna()
+    cells = cells[cells[LOSS] < most]
+    for measure in cells.columns.drop([LOSS, OF_GAIN]):
+        known = cells[[measure, outcome]].dropna()
         values = known.to_numpy()
         training = known.index.droplevel("scheme").factorize()[0]
         scheme = known.index.get_level_values("scheme").factorize()[0]

@@ -23,7 +23,7 @@ from contrasts import (
     excess,
     loss,
 )
-from correlations import Correlation, correlations, points
+from correlations import OF_GAIN, Correlation, correlations, points
 
 from qrl.compare.sizes import slope
 from qrl.stats import Estimate, holm_by_key
@@ -157,6 +157,13 @@ class Findings:
         return found
 
     @cached_property
+    def beside_gptq(self) -> dict[tuple[str, str], Tested]:
+        """What trains in four bits beside GPTQ of grpo, by method and size, with p-values corrected over all."""
+        other = f"{GRPO}:{PRIMARY}"
+        found = {(e.method, e.size): e.value for e in self.methods if e.method in TRAINED and e.other == other}
+        return family(found, found)
+
+    @cached_property
     def correlations(self) -> list[Correlation]:
         """Question 6."""
         return [] if self._points is None else correlations(self._points)
@@ -165,6 +172,11 @@ class Findings:
     def near(self) -> list[Correlation]:
         """The same over cells that lose less than NEAR."""
         return [] if self._points is None else correlations(self._points, NEAR)
+
+    @cached_property
+    def of_gain(self) -> list[Correlation]:
+        """The same over all cells, with what the gain loses."""
+        return [] if self._points is None else correlations(self._points, outcome=OF_GAIN)
 
     @cached_property
     def _points(self) -> pd.DataFrame | None:

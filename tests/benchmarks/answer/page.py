@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,8 +24,8 @@ from contrasts import (
     loss,
     relative_excess,
 )
-from correlations import BEHAVIOUR, Correlation
-from findings import CLIFF_LOSS, NEAR, TRAINED, Compared, Findings, Tested
+from correlations import BEHAVIOUR
+from findings import CLIFF_LOSS, NEAR, TRAINED, Findings, Tested
 
 from qrl import stats
 from qrl.stats import Estimate
@@ -58,7 +59,7 @@ def write(found: Findings, why: pd.DataFrame | None = None) -> str:
         "![Accuracy lost to quantization, by bits](bits.png)",
         f"**More to lose?** {said}" if (said := _more_to_lose(found)) else "",
         f"**Size.** {_growth(found)}",
-        f"**What goes with the loss?** {said}" if (said := _correlations(found.correlations, found.near)) else "",
+        f"**What goes with the loss?** {said}" if (said := _correlations(found)) else "",
         f"**What moved?** {moved}" if moved else "",
         *_methods(found),
         f"Planned tests are the first answer, the first width that costs more than {CLIFF_LOSS} and what is marked "
@@ -84,7 +85,7 @@ def _headline(answers: Answers) -> str:
     after, before = (interval(answers.contrast(_mean_loss(answers, variant, PRIMARY))) for variant in (GRPO, BASE))
     return (
         f"**{_answered(answers, value)}**: the loss, accuracy at full precision minus accuracy quantized, is {after} "
-        f"after GRPO and {before} before. They differ by {interval(value)}, in the mean over {sizes}; {runs}, "
+        f"after GRPO and {before} before, a difference of {interval(value)}, in the mean over {sizes}; {runs}, "
         f"{answers.evidence.n:,} questions, 95 % intervals over {over}questions. The models are small, were made here, "
         "one base per size, and solve one kind of word problem: nothing follows for other bases, large pretrained "
         "models, long reasoning or other text."
@@ -241,9 +242,24 @@ def _more_to_lose(found: Findings) -> str:
     beside = f", as a share of accuracy {interval(share)}" if share else ""
     beside += f"; SFT's exceeds the base's by {interval(sft)}" if sft else ""
     return (
-        f"{said} Under {len(apart)} of {len(held)} schemes the interval of loss(grpo) − loss(base) excludes 0, most "
-        f"under `{most}`: {interval(apart[most])}{beside}."
+        f"{said} Under {len(apart)} of {len(held)} schemes the interval of loss(grpo) − loss(base), minus the gain "
+        f"survival, excludes 0, most under `{most}`: {interval(apart[most])}{beside}.{_least_left(answers, most)}"
     )
+
+
+def _least_left(answers: Answers, scheme: str) -> str:
+    """Say what a scheme leaves of the gain at the size where it costs the gain most."""
+
+    def gain(size: str, scheme: str) -> Estimate | None:
+        return answers.contrast({(size, GRPO, scheme): 1.0, (size, BASE, scheme): -1.0})
+
+    gains = {size: (gain(size, FULL), gain(size, scheme)) for size in answers.sizes}
+    known = {size: (whole, kept) for size, (whole, kept) in gains.items() if whole and kept}
+    if not known:
+        return ""
+    size = min(known, key=lambda size: known[size][1].estimate - known[size][0].estimate)
+    whole, kept = (interval(value) for value in known[size])
+    return f" At {size} it leaves {kept} of a gain of {whole}."
 
 
 def _growth(found: Findings) -> str:
@@ -273,39 +289,50 @@ def _methods(found: Findings) -> list[str]:
     if not rows:
         return []
     sizes = [size for size in PARAMETERS if any(size in row for row in rows.values())]
-    said = f"**Methods in four bits.** {_beside_gptq(found.methods)} Accuracy minus that of GRPO's weights quantized "
-    said += "afterwards, by size."
+    said = f"**Methods in four bits.** {_beside_gptq(found.beside_gptq)}" if found.beside_gptq else ""
+    said += " Accuracy minus that of GRPO's weights quantized afterwards, by size."
     if any(name.startswith("`qlora:full`") for name in rows):
-        said += " QLoRA's `full` is an NF4 base with its adapter in bf16, merged."
+        said += " QLoRA's `full` is an NF4 base with its adapter in bf16, merged; its rank and rate were not searched."
+    if any(name.startswith("`qad-int4") for name in rows):
+        said += " `qad-int4` starts from GRPO's weights and trains them further."
     body = [[name, *(row.get(size, "") for size in sizes)] for name, row in rows.items()]
     return [said, "\n".join(table(("", *sizes), body))]
 
 
-def _beside_gptq(methods: Sequence[Compared]) -> str:
-    """Say at which sizes the interval of a method that trains in four bits lies above or below GPTQ of GRPO."""
-    other = f"{GRPO}:{PRIMARY}"
-    beside = [each for each in methods if each.method in TRAINED and each.other == other]
+def _beside_gptq(tests: Mapping[tuple[str, str], Tested]) -> str:
+    """Say at which sizes a method that trains in four bits lies above or below GPTQ of GRPO's weights."""
 
-    def at_sizes(sign: int) -> str:
-        held: dict[str, list[str]] = {}
-        for each in beside:
-            if min(sign * each.value.low, sign * each.value.high) > 0:
-                held.setdefault(each.method, []).append(each.size)
-        return _and(f"`{method}` at {_and(sizes)}" for method, sizes in held.items()) or "none"
+    def at_sizes(held: Iterable[tuple[str, str]]) -> str:
+        sizes: dict[str, list[str]] = {}
+        for method, size in held:
+            sizes.setdefault(method, []).append(size)
+        return _and(f"`{method}` at {_and(where)}" for method, where in sizes.items()) or "none"
 
-    return f"Intervals above `{other}`: {at_sizes(1)}; below: {at_sizes(-1)}."
+    above, below = (at_sizes(k for k, each in tests.items() if _side(each.value) == sign) for sign in (1, -1))
+    return (
+        f"Intervals above `{GRPO}:{PRIMARY}`: {above}; below: {below}. Corrected over these {len(tests)} comparisons "
+        f"(Holm, 5 %): {at_sizes(_significant(tests))}."
+    )
 
 
-def _correlations(found: Sequence[Correlation], near: Sequence[Correlation]) -> str:
+def _correlations(found: Findings) -> str:
     """Answer question 6."""
-    if not found:
+    if not (all_ := found.correlations):
         return ""
-    spoken, stored = ([e for e in found if (e.measure in BEHAVIOUR) == behaves] for behaves in (True, False))
+    spoken, stored = ([e for e in all_ if (e.measure in BEHAVIOUR) == behaves] for behaves in (True, False))
     best = [f"`{spoken[0].measure}` on held-out solutions {spoken[0]}"] if spoken else []
     best += [f"of measures of weights `{stored[0].measure}` {stored[0]}"] if stored else []
-    low = [f"`{each.measure}` {each}" for each in near if each.measure in BEHAVIOUR]
-    rest = f" Among the {near[0].cells} that lose less than {NEAR}: {_and(low)}." if low else ""
-    return f"Spearman's correlation over {found[0].cells} cells: {', '.join(best)}.{rest}"
+    said = f"Spearman's correlation over {all_[0].cells} cells: {', '.join(best)}."
+    if found.of_gain:
+        said += (
+            f" With what the gain loses, loss(grpo) − loss(base): most `{found.of_gain[0].measure}` {found.of_gain[0]}."
+        )
+    if low := [f"`{each.measure}` {each}" for each in found.near if each.measure in BEHAVIOUR]:
+        said += (
+            f" Among the {found.near[0].cells} that lose less than {NEAR}, where arXiv 2606.19558 found no significant "
+        )
+        said += f"one on two large models: {_and(low)}."
+    return said
 
 
 def _moved(why: pd.DataFrame) -> str:
@@ -358,8 +385,8 @@ def _of(tests: Mapping[tuple[str, str], Tested], control: str) -> dict[str, Test
     return {scheme: each for (other, scheme), each in tests.items() if other == control}
 
 
-def _significant(tests: Mapping[str, Tested]) -> list[str]:
-    return [scheme for scheme, each in tests.items() if each.p < ALPHA]
+def _significant(tests: Mapping[Any, Tested]) -> list:
+    return [key for key, each in tests.items() if each.p < ALPHA]
 
 
 def _shown(tests: Mapping[str, Tested]) -> str:

@@ -145,7 +145,12 @@ def correlated(found: Findings) -> list[str]:
         "`update_survival` ‖Q(W′) − Q(W)‖ / ‖W′ − W‖, above 1 mostly noise, `update_cosine` the cosine of both."
     )
     lines = ["## 6. What goes with the loss?", "", said, ""]
-    for text, held in (("All cells:", found.correlations), (f"Cells that lose less than {page.NEAR}:", found.near)):
+    tables_ = {
+        "With the loss of grpo's weights, all cells:": found.correlations,
+        f"The same over cells that lose less than {page.NEAR}:": found.near,
+        "With what the gain loses, loss(grpo) − loss(base), all cells:": found.of_gain,
+    }
+    for text, held in tables_.items():
         lines += [text, "", *_table(correlations.HEAD, correlations.body(held)), ""]
     return lines
 
@@ -248,7 +253,8 @@ def document(found: Findings, why: pd.DataFrame | None = None, cells: pd.DataFra
     if answers.begun:
         lines += [f"Begun, without all cells of the primary outcome: {', '.join(answers.begun)}.", ""]
     if answers.partial:
-        lines += [f"Left out because they were not evaluated under all seeds: {', '.join(answers.partial)}.", ""]
+        but = " but for question 5" if found.compared is not answers else ""
+        lines += [f"Left out{but}, as they were not evaluated under all seeds: {', '.join(answers.partial)}.", ""]
     for part in (primary, controls, cliffs, growth, methods, correlated):
         lines += part(found)
     lines += movement(why) if why is not None else []
