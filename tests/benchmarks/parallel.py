@@ -21,6 +21,8 @@ server      two processes, and an engine behind a server on the second GPU
 tensor      one process, and a server whose engine is divided over two further GPUs: only if named, for it needs three
 qat, qat-ddp            quantization-aware training of nvfp4-a4
 distil, distil-ddp      a distillation with a teacher of the same shape
+distil-sharded          as distil-ddp, the teacher divided over both GPUs: only if named
+distil-server           a small distillation on one GPU, its teacher behind a server on the second: only if named
 qat-fsdp2, distil-fsdp2     the same as `fsdp2`
 8b-fsdp2    Qwen3-8B's shape, all weights trained, as `fsdp2`: does it fit two GPUs?
 8b-qat-fsdp2            the same with quantization-aware training of nvfp4-a4
@@ -52,6 +54,7 @@ DDP, FSDP2 = (*PAIR, "ddp"), (*PAIR, "fsdp2")
 FOUR = ("--train.processes", "4", "--train.parallel", "ddp")
 FP32 = ("--train.dtype", "fp32", "--train.micro_batch", "16")
 QAT = ("--train.qat", "nvfp4-a4")
+TEACHER = ("--train.teacher", "MODEL")
 SMALL = ("--train.prompts_per_step", "8", "--train.micro_batch", "8")
 URL = "http://127.0.0.1:8018"
 SERVED = ("--rollout.mode", "server", "--rollout.server", URL)
@@ -69,18 +72,22 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it i
     "tensor": ("one", SERVED),
     "qat": ("one", QAT),
     "qat-ddp": ("qat", (*DDP, *QAT)),
-    "distil": ("", ("--train.teacher", "MODEL")),
-    "distil-ddp": ("distil", (*DDP, "--train.teacher", "MODEL")),
+    "distil": ("", TEACHER),
+    "distil-ddp": ("distil", (*DDP, *TEACHER)),
+    "distil-sharded": ("distil-ddp", (*DDP, *TEACHER, "--train.teacher_placement", "sharded")),
+    "distil-server": ("", (*TEACHER, *SMALL, "--train.teacher_placement", "server", "--train.teacher_server", URL)),
     "qat-fsdp2": ("qat", (*FSDP2, *QAT)),
-    "distil-fsdp2": ("distil", (*FSDP2, "--train.teacher", "MODEL")),
+    "distil-fsdp2": ("distil", (*FSDP2, *TEACHER)),
     "8b-fsdp2": ("", (*FSDP2, *SMALL)),
     "8b-qat-fsdp2": ("8b-fsdp2", (*FSDP2, *QAT, *SMALL)),
 }
-NAMED = {"four", "quad", "tensor", "fsdp2-fp32", "zero3"}  # that run only if they are named
-ALONE = {"one", "qat", "distil", "tensor"}  # that see the first GPU only
-SERVERS = {
-    "server": ({"CUDA_VISIBLE_DEVICES": "1"}, ()),
-    "tensor": ({"CUDA_VISIBLE_DEVICES": "1,2"}, ("--tensor-parallel-size", "2")),
+NAMED = {"four", "quad", "tensor", "fsdp2-fp32", "zero3", "distil-sharded", "distil-server"}
+ALONE = {"one", "qat", "distil", "tensor", "distil-server"}  # that see the first GPU only
+ROLLOUTS = ("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}')
+SERVERS = {  # the GPUs of a server, and its options, as the READMEs of rollouts and of teachers give them
+    "server": ("1", ROLLOUTS),
+    "tensor": ("1,2", (*ROLLOUTS, "--tensor-parallel-size", "2")),
+    "distil-server": ("1", ("--max-logprobs", "64")),
 }
 SAME = ("reward", "completion_tokens", "loss", "grad_norm")  # by which two runs of a seed are compared
 CACHE_GIB = 8  # of keys and values; with a fixed size an engine does not measure free memory, which other jobs change
@@ -106,7 +113,7 @@ def measure(name: str, work: Path, steps: int, *, check: bool) -> dict:
         "arithmetic",
         "--train.max_ngram_share",
         "1",
-        *(CHECK if check else USUAL if name in SERVERS else USUAL + COLOCATED).split(),
+        *(CHECK if check else USUAL if "--rollout.mode" in own else USUAL + COLOCATED).split(),
         "--train.steps",
         str(steps),
         *own,
@@ -128,7 +135,7 @@ def measure(name: str, work: Path, steps: int, *, check: bool) -> dict:
 
 @contextlib.contextmanager
 def served(name: str, model: str, work: Path, *, check: bool) -> Iterator[None]:
-    """Run the rollout server of a case, with the command in qrl/train/rollout/README.md."""
+    """Run the server of a case: of rollouts, or of a teacher."""
     if name not in SERVERS or check:
         yield
         return
@@ -137,9 +144,9 @@ def served(name: str, model: str, work: Path, *, check: bool) -> Iterator[None]:
     words += ["--port", URL.rpartition(":")[2], "--max-model-len", "1024"]
     sizes = vllm_support.shares(0, CACHE_GIB)
     words += [word for key, value in sizes.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    words += ["--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}', *more]
+    words += more
     with open(work / "logs" / f"{name}-server.log", "w") as log:
-        variables = os.environ | {"VLLM_SERVER_DEV_MODE": "1"} | where
+        variables = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": where}
         serving = subprocess.Popen(words, env=variables, stdout=log, stderr=log)
         with rollouts.ended(serving, URL, READY_S):
             yield
