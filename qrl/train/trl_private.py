@@ -158,7 +158,7 @@ def link(trainer, settings: Rollout, qat: str = "none", logprobs: int | None = 0
         trainer: TRL's.
         settings: who samples.
         qat: the format of training.
-        logprobs: 0 returns those of sampled tokens, None none, which is faster.
+        logprobs: 0 returns those of sampled tokens, None none.
     """
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -366,7 +366,8 @@ def distillation_trainer(
             student = _logits(self, unwrapped_student, ids=ids, mask=mask, valid=valid)
             losses = divergence(student, inputs["likeliest"])
             count = valid.sum()
-            entropy = torch.special.entr(student.detach().softmax(-1, dtype=torch.float32)).sum()
+            shares = student.detach().softmax(-1, dtype=torch.float32)
+            entropy = torch.special.entr(shares, out=shares).sum()
             divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
             return losses.sum() / divisor, entropy, count
 

@@ -134,8 +134,14 @@ def test_methods_are_compared_with_the_grpo_of_their_own_runs(frame):
     said = page.write(found)
     words = " ".join(said.split())
     assert "minus that of GRPO's weights quantized afterwards, by size." in words and "|  | m3 |" in said
-    assert "above `grpo:gptq`: `qlora:full` at m3 and `qat-int4:rtn-int4` at m3; below: none." in words
-    assert "these 2 comparisons (Holm, 5 %): `qlora:full` at m3 and `qat-int4:rtn-int4` at m3." in words
+    assert "that exclude 0, above: `qlora:full` at m3 and `qat-int4:rtn-int4` at m3; below: none. Of these 2" in words
+    assert "(5 %, exploratory) leaves, above: `qlora:full` at m3 and `qat-int4:rtn-int4` at m3; below: none." in words
+    turned = pd.concat(rows).assign(correct=lambda held: 1 - held["correct"])
+    words = told(Findings(contrasts.Answers(frame), contrasts.Answers(turned)))
+    assert "exclude 0, above: none; below: `qlora:full` at m3 and `qat-int4:rtn-int4` at m3. Of" in words
+    fp8 = pd.concat([own, own[grpo].assign(variant="grpo-fp8")])
+    words = told(Findings(contrasts.Answers(frame), contrasts.Answers(fp8)))
+    assert "**Methods in four bits.** Accuracy minus that of GRPO's" in words and "exclude 0, above" not in words
     for method in ("qlora:full", "qat-int4:rtn-int4"):
         for scheme in ("gptq", "rtn-int4"):
             assert re.search(rf"^\| `{method}` − `grpo:{scheme}` \| \+1\.000 \[\S+ \S+\] \|$", said, re.MULTILINE)
@@ -267,14 +273,12 @@ def test_a_measure_that_orders_the_losses_has_a_correlation_of_one(frame):
     (rank,) = correlations.correlations(correlations.points(frame, weights), draws=50)
     assert (rank.rho, rank.low, rank.high) == pytest.approx((1, 1, 1))
     assert (rank.cells, rank.schemes, rank.trainings) == (16, 2, 8)
-    points = correlations.points(frame, weights)
-    assert points[correlations.OF_GAIN].xs("gptq", level="scheme").to_numpy() == pytest.approx(
-        0.05
-    )  # the base loses as much
-    (rank,) = correlations.correlations(
-        points.assign(relative_mse=-points["relative_mse"]), outcome=correlations.OF_GAIN
-    )
-    assert rank.rho == pytest.approx(-1)
+    base = frame.copy()
+    base.loc[(frame["variant"] == "base") & (frame["scheme"] == "gptq"), "correct"] = 0  # loses more than grpo, 0.60
+    points = correlations.points(base, weights)
+    assert points[correlations.OF_GAIN].xs("gptq", level="scheme").to_numpy() == pytest.approx(0.10 - 0.60)
+    (of_gain,) = correlations.correlations(points, draws=50, outcome=correlations.OF_GAIN)
+    assert of_gain.rho == pytest.approx(-1)
     worse = frame.copy()
     first = (frame["variant"] == "grpo") & (frame["scheme"] == "w8a16") & (frame["seed"] == 1)
     worse.loc[first & frame["question"].isin(["1-0", "1-1"]), "correct"] = 0  # else all of these cells lose the same

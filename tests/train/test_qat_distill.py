@@ -71,7 +71,11 @@ def test_a_teacher_whose_linears_are_stored_in_bf16_scores_as_one_that_autocast_
     size = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = Qwen2Config(vocab_size=200, num_key_value_heads=2, tie_word_embeddings=tied, **size)
     torch.manual_seed(0)
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    made = Qwen2ForCausalLM(config)
+    for name, weight in made.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight)
+    made.save_pretrained(tmp_path)
     ids = torch.randint(200, (3, 12))
     mask, valid = torch.ones_like(ids), torch.ones(3, 12, dtype=torch.bool)
 

@@ -110,7 +110,7 @@ class FakeEngine:
     """An engine without vLLM: a plain model that is given weights and samples from them."""
 
     def __init__(self, calls: list[str]) -> None:
-        self.calls, self.model = calls, None
+        self.calls, self.model, self.asked = calls, None, []
         self.llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
 
     def load(self, engine, weights, *, reloads):
@@ -128,6 +128,7 @@ class FakeEngine:
 
     def generate(self, engine, prompts, *, temperature, max_tokens, more, adapter=None):
         self.calls.append("generate")
+        self.asked.append(more["logprobs"])
         completions, logprobs = [], []
         for ids in prompts:
             drawn, scores = [], []
@@ -141,7 +142,7 @@ class FakeEngine:
                     break
             completions.append(drawn)
             logprobs.append(scores)
-        return completions, logprobs
+        return completions, logprobs if more["logprobs"] == 0 else [[] for _ in prompts]
 
 
 @pytest.fixture
@@ -192,8 +193,10 @@ def test_a_probe_asks_the_engine_and_changes_nothing_that_training_samples(engin
 
     plain = trained("plain")
     engine.calls.clear()
+    engine.asked.clear()
     probed = trained("probed", watch=Watch(probe_every=1, probe_n=8), probed=questions[16:])
     assert engine.calls == ["sync", "generate"] * 5  # two rollouts, three probes: transformers answered none
+    assert engine.asked == [None, 0, None, 0, None]  # a probe reads no log-probabilities
     assert checkpoint.digest(probed.path) == checkpoint.digest(plain.path)
     assert (probed.history["rollout_generate_s"] > 0).all()
     model, tokens = hf.load(tiny.PATH, "cpu", torch.float32)
@@ -210,6 +213,7 @@ def test_a_distillation_samples_from_the_engine_with_the_students_present_weight
     data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 16, 0), "task": "arithmetic"}
     where = {"template": "plain", "seed": 0, "device": "cpu", "work": tmp_path / "work", "out": tmp_path / "model"}
     done = distill.run(Job(settings=settings, rollout=Rollout(engine="vllm", sleep="off"), **data, **where), tiny.PATH)
+    assert engine.asked == [None, None], "log-probabilities that nothing reads"
     assert engine.calls == ["sync", "generate"] * 2, "TRL no longer syncs the weights once before each rollout."
     assert (done.history["rollout_sync_s"] > 0).all() and len(done.completions) == 2 * settings.completions_logged
     student = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "checkpoint-1", dtype=torch.float32)

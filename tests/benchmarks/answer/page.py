@@ -63,8 +63,9 @@ def write(found: Findings, why: pd.DataFrame | None = None) -> str:
         f"**What moved?** {moved}" if moved else "",
         *_methods(found),
         f"Planned tests are the first answer, the first width that costs more than {CLIFF_LOSS} and what is marked "
-        "(Holm); the rest is exploratory, uncorrected. Some tests and settings were fixed or changed after outcomes "
-        "were seen: [design and deviations](../README.md). [All tables, and what was not run](tables.md). Made by "
+        "(Holm), but for methods; the rest is exploratory, uncorrected. Some tests and settings were fixed or changed "
+        "after outcomes were seen: [design and deviations](../README.md). [All tables, and what was not run]"
+        "(tables.md). Made by "
         f"`{COMMAND}`.",
     ]
     return "\n\n".join(_wrapped(part) for part in parts if part) + "\n"
@@ -242,8 +243,9 @@ def _more_to_lose(found: Findings) -> str:
     beside = f", as a share of accuracy {interval(share)}" if share else ""
     beside += f"; SFT's exceeds the base's by {interval(sft)}" if sft else ""
     return (
-        f"{said} Under {len(apart)} of {len(held)} schemes the interval of loss(grpo) − loss(base), minus the gain "
-        f"survival, excludes 0, most under `{most}`: {interval(apart[most])}{beside}.{_least_left(answers, most)}"
+        f"{said} Under {len(apart)} of {len(held)} schemes the interval of loss(grpo) − loss(base), gain survival "
+        f"with its sign turned, excludes 0, most under `{most}`: {interval(apart[most])}{beside}."
+        f"{_least_left(answers, most)}"
     )
 
 
@@ -259,7 +261,7 @@ def _least_left(answers: Answers, scheme: str) -> str:
         return ""
     size = min(known, key=lambda size: known[size][1].estimate - known[size][0].estimate)
     whole, kept = (interval(value) for value in known[size])
-    return f" At {size} it leaves {kept} of a gain of {whole}."
+    return f" At {size} `{scheme}` leaves {kept} of a gain of {whole}."
 
 
 def _growth(found: Findings) -> str:
@@ -289,7 +291,7 @@ def _methods(found: Findings) -> list[str]:
     if not rows:
         return []
     sizes = [size for size in PARAMETERS if any(size in row for row in rows.values())]
-    said = f"**Methods in four bits.** {_beside_gptq(found.beside_gptq)}" if found.beside_gptq else ""
+    said = "**Methods in four bits.**" + (f" {_beside_gptq(tests)}" if (tests := found.beside_gptq) else "")
     said += " Accuracy minus that of GRPO's weights quantized afterwards, by size."
     if any(name.startswith("`qlora:full`") for name in rows):
         said += " QLoRA's `full` is an NF4 base with its adapter in bf16, merged; its rank and rate were not searched."
@@ -302,16 +304,17 @@ def _methods(found: Findings) -> list[str]:
 def _beside_gptq(tests: Mapping[tuple[str, str], Tested]) -> str:
     """Say at which sizes a method that trains in four bits lies above or below GPTQ of GRPO's weights."""
 
-    def at_sizes(held: Iterable[tuple[str, str]]) -> str:
-        sizes: dict[str, list[str]] = {}
+    def sides(held: Iterable[tuple[str, str]]) -> str:
+        sizes: dict[int, dict[str, list[str]]] = {1: {}, -1: {}}
         for method, size in held:
-            sizes.setdefault(method, []).append(size)
-        return _and(f"`{method}` at {_and(where)}" for method, where in sizes.items()) or "none"
+            sizes[_side(tests[method, size].value)].setdefault(method, []).append(size)
+        above, below = (_and(f"`{method}` at {_and(each)}" for method, each in part.items()) for part in sizes.values())
+        return f"above: {above or 'none'}; below: {below or 'none'}"
 
-    above, below = (at_sizes(k for k, each in tests.items() if _side(each.value) == sign) for sign in (1, -1))
+    apart = [key for key, each in tests.items() if _side(each.value)]
     return (
-        f"Intervals above `{GRPO}:{PRIMARY}`: {above}; below: {below}. Corrected over these {len(tests)} comparisons "
-        f"(Holm, 5 %): {at_sizes(_significant(tests))}."
+        f"Intervals beside `{GRPO}:{PRIMARY}` that exclude 0, {sides(apart)}. Of these {len(tests)} comparisons Holm's "
+        f"correction (5 %, exploratory) leaves, {sides(_significant(tests))}."
     )
 
 
@@ -324,14 +327,11 @@ def _correlations(found: Findings) -> str:
     best += [f"of measures of weights `{stored[0].measure}` {stored[0]}"] if stored else []
     said = f"Spearman's correlation over {all_[0].cells} cells: {', '.join(best)}."
     if found.of_gain:
-        said += (
-            f" With what the gain loses, loss(grpo) − loss(base): most `{found.of_gain[0].measure}` {found.of_gain[0]}."
-        )
+        most = found.of_gain[0]
+        said += f" What the gain loses, loss(grpo) − loss(base), goes most with `{most.measure}`: {most}."
     if low := [f"`{each.measure}` {each}" for each in found.near if each.measure in BEHAVIOUR]:
-        said += (
-            f" Among the {found.near[0].cells} that lose less than {NEAR}, where arXiv 2606.19558 found no significant "
-        )
-        said += f"one on two large models: {_and(low)}."
+        said += f" Among the {found.near[0].cells} that lose less than {NEAR}: {_and(low)}; near full precision, arXiv "
+        said += "2606.19558 found no significant correlation on two large models."
     return said
 
 

@@ -253,8 +253,9 @@ def document(found: Findings, why: pd.DataFrame | None = None, cells: pd.DataFra
     if answers.begun:
         lines += [f"Begun, without all cells of the primary outcome: {', '.join(answers.begun)}.", ""]
     if answers.partial:
-        but = " but for question 5" if found.compared is not answers else ""
-        lines += [f"Left out{but}, as they were not evaluated under all seeds: {', '.join(answers.partial)}.", ""]
+        own = " Question 5 has runs of its own." if found.compared is not answers else ""
+        left = ", ".join(answers.partial)
+        lines += [f"Left out because they were not evaluated under all seeds: {left}.{own}", ""]
     for part in (primary, controls, cliffs, growth, methods, correlated):
         lines += part(found)
     lines += movement(why) if why is not None else []
