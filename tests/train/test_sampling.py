@@ -94,10 +94,10 @@ def test_a_colocated_engine_is_given_the_same_sampling(monkeypatch):
     link.enable_sleep_mode, link.llm, link.accelerator = False, None, SimpleNamespace(process_index=0)
     link.temperature, link.max_completion_length, link.generation_kwargs, link._drawn = 1.0, 8, {}, (-1, 0)
     link.trainer = SimpleNamespace(args=SimpleNamespace(seed=0), state=SimpleNamespace(global_step=0))
-    for name, value in CHANGED.items():
+    for name, value in (CHANGED | {"logprobs": 0}).items():
         setattr(link, name, value)
     link._sample([[1]])
-    assert given == CHANGED | {"temperature": 1.0}
+    assert given == CHANGED | {"temperature": 1.0, "logprobs": 0}
     link.min_p = None  # TRL's default
     link._sample([[1]])
     assert given["min_p"] == 0.0
