@@ -134,14 +134,15 @@ def test_methods_are_compared_with_the_grpo_of_their_own_runs(frame):
     said = page.write(found)
     words = " ".join(said.split())
     assert "minus that of GRPO's weights quantized afterwards, by size." in words and "|  | m3 |" in said
-    assert "that exclude 0, above: `qlora:full` at m3 and `qat-int4:rtn-int4` at m3; below: none. Of these 2" in words
-    assert "(5 %, exploratory) leaves, above: `qlora:full` at m3 and `qat-int4:rtn-int4` at m3; below: none." in words
+    both = "`qlora:full` at m3 and `qat-int4:rtn-int4` at m3"
+    assert f"The intervals of {both} lie above `grpo:gptq`, none lies below." in words
+    assert f"Holm's correction over these 2 comparisons (5 %, exploratory) leaves {both}." in words
     turned = pd.concat(rows).assign(correct=lambda held: 1 - held["correct"])
     words = told(Findings(contrasts.Answers(frame), contrasts.Answers(turned)))
-    assert "exclude 0, above: none; below: `qlora:full` at m3 and `qat-int4:rtn-int4` at m3. Of" in words
+    assert f"No method's interval lies above `grpo:gptq`, those of {both} lie below." in words
     fp8 = pd.concat([own, own[grpo].assign(variant="grpo-fp8")])
     words = told(Findings(contrasts.Answers(frame), contrasts.Answers(fp8)))
-    assert "**Methods in four bits.** Accuracy minus that of GRPO's" in words and "exclude 0, above" not in words
+    assert "**Methods in four bits.** Accuracy minus that of GRPO's" in words and "Holm's correction over" not in words
     for method in ("qlora:full", "qat-int4:rtn-int4"):
         for scheme in ("gptq", "rtn-int4"):
             assert re.search(rf"^\| `{method}` − `grpo:{scheme}` \| \+1\.000 \[\S+ \S+\] \|$", said, re.MULTILINE)
@@ -402,6 +403,84 @@ def test_the_page_is_what_the_export_says(tmp_path):
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     for name in ("page.md", "tables.md"):
         assert (ROOT / "tests" / "benchmarks" / "answer" / "found" / name).read_text() == (tmp_path / name).read_text()
+
+
+def exported(frame: pd.DataFrame, folder: Path, **counts: float) -> str:
+    """Write an export of answers, with the parameters of these sizes."""
+    cells = frame[tables.CELL].drop_duplicates().assign(parameters=frame["size"].map(counts), truncated=0.0, parsed=1.0)
+    tables.write(folder, frame, cells=cells)
+    return str(folder)
+
+
+def test_other_models_are_told_by_their_own_names_and_sizes(frame, tmp_path):
+    named = frame.replace({"size": {"m3": "Qwen3-1.7B", "m25": "Qwen3-0.6B"}})
+    folder = exported(named, tmp_path / "export", **{"Qwen3-1.7B": 1.7e9, "Qwen3-0.6B": 6e8})
+    said = " ".join(report.write(folder, None, tmp_path / "out").split())
+    assert "**In four bits (gptq) RL makes these models quantize less cleanly**" in said and "so far" not in said
+    assert "over Qwen3-0.6B and Qwen3-1.7B (600 M and 1.7e+03 M parameters)" in said
+    assert "Nothing follows for other models, tasks and settings. **RL" in said and "../README.md" not in said
+    assert f"Made by `python tests/benchmarks/answer/report.py {folder} --out DIR`." in said
+    shown = (tmp_path / "out" / "tables.md").read_text()
+    assert shown.index("| Qwen3-0.6B | base |") < shown.index("| Qwen3-1.7B | base |")
+    assert (tmp_path / "out" / "bits.png").is_file()
+    with pytest.raises(BadInput, match=r"number of parameters of Qwen3-1\.7B: run export\.py again where"):
+        report.write(exported(named, tmp_path / "gone", **{"Qwen3-0.6B": 6e8}), None, tmp_path / "out")
+
+
+def test_one_seed_has_a_report(frame, tmp_path):
+    one = frame[frame["seed"] == 0]
+    folder = exported(one, tmp_path / "export")
+    same = {"seed": 0, "tensor": "a", "numel": 1, "moved": 0.5, **dict.fromkeys((*MX, "moved_fp32"), 0.01)}
+    same |= dict.fromkeys(("principal", "principal_by_size", "rotation_deg", "spectrum_shift"), 1.0)
+    tables.write(tmp_path / "export", why=pd.DataFrame([{"size": "m3", "variant": v, **same} for v in ("grpo", "sft")]))
+    assert "one seed" in report.write(folder, None, tmp_path / "out")
+    assert (
+        "| m3 | grpo | 0.01 (0.01 to 0.01) | 0.5 (0.5 to 0.5) |  |  |" in (tmp_path / "out" / "tables.md").read_text()
+    )
+
+
+def test_what_is_no_export_is_refused(frame, tmp_path):
+    folder = exported(frame, tmp_path / "export")
+    (tmp_path / "empty").mkdir()
+    out = tmp_path / "out"
+    for other in ("missing", "empty"):
+        with pytest.raises(BadInput, match=f"{other} is no export: run\\.py or export\\.py writes one"):
+            report.write(f"{folder},{tmp_path / other}", None, out)
+    few = exported(frame[(frame["size"] == "m3")].assign(seed=lambda rows: rows["seed"] + 9), tmp_path / "few")
+    with pytest.raises(BadInput, match="share no seed"):
+        report.write(folder, few, out)
+    whole = (tmp_path / "export" / "correct.parquet").read_bytes()
+    (tmp_path / "export" / "correct.parquet").write_bytes(whole[:900])
+    with pytest.raises(BadInput, match=r"correct\.parquet cannot be read as a table"):
+        report.write(folder, None, out)
+    frame[["size", "seed"]].to_parquet(tmp_path / "export" / "correct.parquet")
+    with pytest.raises(BadInput, match=r"correct\.parquet has no column question"):
+        report.write(folder, None, out)
+    assert not out.exists()
+
+
+def test_models_are_named_by_their_folders_and_controls_by_their_bases():
+    named = export.sizes(["/a/m3", "/a/m3-pretrained", "Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B"])
+    assert list(named.values()) == ["m3", "m3", "Qwen3-0.6B", "Qwen3-1.7B"]
+    with pytest.raises(BadInput, match="/a/m3 and /b/m3 have the same name"):
+        export.sizes(["/a/m3", "/b/m3"])
+    assert export.parameters("qrl-tiny") == pytest.approx(2.5e6, rel=0.01)
+    assert np.isnan(export.parameters("/a/m3"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sizes", "m7"], "--sizes has 'm7': expected some of m3, m10, m25, m200"),
+        (["--seeds", "x"], "--seeds has 'x': expected whole numbers"),
+        (["--arms", "nosuch"], "--arms: .*nosuch"),
+    ],
+)
+def test_a_run_that_names_what_is_not_there_ends_before_it_begins(words, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", str(tmp_path / "work"), *words])
+    with pytest.raises(SystemExit) as ended:
+        run.main()
+    assert ended.value.code == 2 and re.search(said, capsys.readouterr().err)
 
 
 def test_exports_of_several_sessions_are_joined_once(frame, tmp_path):

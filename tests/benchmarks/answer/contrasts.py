@@ -29,7 +29,7 @@ PLANNED = (  # schemes of the families that are corrected together, in the table
     *("w8a16", "gptq", "gptq-int3", "gptq-int2", "awq-ct", "fp8", "int8", "nf4", "nvfp4", "nvfp4a16"),
     *("rtn-int4", "rtn-int3", "rtn-int2"),
 )
-PARAMETERS = {"m3": 2.5e6, "m10": 8e6, "m25": 24e6, "m200": 200e6}
+PARAMETERS = {"m3": 2.5e6, "m10": 8e6, "m25": 24e6, "m200": 200e6}  # of the design; other models' are in the export
 SEEDS = 4  # of the design
 Cell = tuple[str, str, str]  # size, variant, scheme
 Weights = dict[Cell, float]
@@ -41,12 +41,14 @@ class Answers:
     Attributes:
         frame: their answers, a row each: size, seed, variant, scheme, question, correct.
         partial: names of the other cells.
+        parameters: of each size that was asked for, the smallest first.
         sizes: those whose base and grpo have both cells of the primary outcome.
         begun: the other sizes.
     """
 
-    def __init__(self, frame: pd.DataFrame) -> None:
+    def __init__(self, frame: pd.DataFrame, parameters: Mapping[str, float] = PARAMETERS) -> None:
         """Align answers; raise BadInput if no cell has all seeds, or no base was evaluated in full precision."""
+        self.parameters = parameters
         labels = frame[["size", "variant", "scheme"]]
         whole = frame.groupby(list(labels), observed=True)["seed"].transform("nunique") == frame["seed"].nunique()
         self.frame = frame[whole]
@@ -54,7 +56,7 @@ class Answers:
         keys = labels[whole].astype(str).drop_duplicates()
         self.cells: set[Cell] = set(keys.itertuples(index=False, name=None))
         needed = list(itertools.product((BASE, GRPO), (FULL, PRIMARY)))
-        present = sorted({size for size, *_ in self.cells}, key=PARAMETERS.__getitem__)
+        present = sorted({size for size, *_ in self.cells}, key=parameters.__getitem__)
         self.sizes = [size for size in present if all((size, *cell) in self.cells for cell in needed)]
         self.begun = [size for size in present if size not in self.sizes]
         bases = [size for size in present if (size, BASE, FULL) in self.cells]
@@ -72,8 +74,13 @@ class Answers:
 
     @property
     def missing(self) -> list[str]:
-        """The sizes of the design that were not run, or not wholly."""
-        return [size for size in PARAMETERS if size not in self.sizes]
+        """The sizes that were asked for and not run, or not wholly."""
+        return [size for size in self.parameters if size not in self.sizes]
+
+    @property
+    def designed(self) -> bool:
+        """Whether these are the models of README.md's design."""
+        return self.parameters is PARAMETERS
 
     def contrast(self, weights: Weights) -> Estimate | None:
         """Return a weighted sum of accuracies; None if a cell was not evaluated."""
@@ -86,6 +93,23 @@ class Answers:
         """Return the schemes of grpo, in the order of PLANNED."""
         held = {scheme for _, variant, scheme in self.cells if variant == GRPO} - {FULL}
         return [*(scheme for scheme in PLANNED if scheme in held), *sorted(held - set(PLANNED))]
+
+
+def parameters(frame: pd.DataFrame, cells: pd.DataFrame | None) -> Mapping[str, float]:
+    """Return the sizes of the design or, if answers of other models are among these, of all, from `cells.parquet`.
+
+    Raises:
+        BadInput: the export does not have a model's number of parameters.
+    """
+    sizes = sorted(frame["size"].astype(str).unique())
+    if set(sizes) <= set(PARAMETERS):
+        return PARAMETERS
+    known = {} if cells is None or "parameters" not in cells else cells.groupby("size")["parameters"].max().to_dict()
+    counts = {size: known.get(size, PARAMETERS.get(size, math.nan)) for size in sizes}
+    if absent := [size for size, count in counts.items() if not count > 0]:
+        remedy = "run export.py again where the base models are"
+        raise BadInput(f"The export does not have the number of parameters of {', '.join(absent)}: {remedy}.")
+    return dict(sorted(counts.items(), key=lambda item: item[1]))
 
 
 def _label(cell: Cell) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib
 import numpy as np
-from contrasts import BASE, CLIFF, CONTROLS, GRPO, MARGIN, PARAMETERS, PRIMARY, SFT
+from contrasts import BASE, CLIFF, CONTROLS, GRPO, MARGIN, PRIMARY, SFT
 from findings import CLIFF_LOSS, Findings
 
 from qrl.stats import Estimate
@@ -57,7 +57,7 @@ def loss_by_bits(found: Findings, title: str, out: Path) -> None:
                 axis.errorbar(places, middle, _reach(cliff.losses), marker="o", ms=3, capsize=2, label=variant)
         axis.set_xticks(range(len(CLIFF)), ["8", "4", "3", "2"])
         axis.set_xlabel("bits of the weights")
-        axis.set_title(f"{size}, {PARAMETERS[size] / 1e6:.3g} M", fontsize=9)
+        axis.set_title(f"{size}, {found.answers.parameters[size] / 1e6:.3g} M", fontsize=9)
         axis.axhline(0, color="grey", lw=0.5)
         axis.axhline(CLIFF_LOSS, color="grey", lw=0.8, ls=":", label=f"a loss of {CLIFF_LOSS}")
     axes[0, 0].set_ylabel("accuracy lost to GPTQ (8 bits: w8a16)")

@@ -1,11 +1,14 @@
 """Export a sweep's store: outcomes by question, and measures of weights, in files that lie beside the code.
 
-python tests/benchmarks/answer/export.py sqlite:///WORK/store.db WORK/weights OUT
+    python tests/benchmarks/answer/export.py sqlite:///WORK/store.db OUT --weights WORK/weights
+
+OUT/cells.parquet also has the number of parameters of each base model that is still where it was.
 """
 
+import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
@@ -14,8 +17,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pandas as pd
 import tables
 
-from qrl import names
-from qrl.tracking import reuse
+from qrl import checkpoint, names
+from qrl.errors import BadInput
+from qrl.tracking import addresses, reuse
+from qrl.tracking import store as stores
 
 KEPT = ["question", "correct", "parsed", "n_tokens", "finish_reason"]
 FINISHED = "attributes.status = 'FINISHED'"
@@ -105,6 +110,29 @@ def trained(store: str, variant: str, **asked: str | int) -> str:
     return address(store, runs[0]) if runs else ""
 
 
+def sizes(bases: Iterable[str]) -> dict[str, str]:
+    """Return the name of each base model: its folder's, or the hub's; a `-pretrained` control has its base's.
+
+    Raises:
+        BadInput: two of them would have one name.
+    """
+    named: dict[str, str] = {}
+    for base in bases:
+        name = Path(base).name
+        if other := next((each for each in named if each != base and Path(each).name == name), ""):
+            raise BadInput(f"{other} and {base} have the same name: export them from stores of their own.")
+        named[base] = name.removesuffix("-pretrained")
+    return named
+
+
+def parameters(base: str) -> float:
+    """Return a base model's number of parameters; nan if it is no longer where it was."""
+    try:
+        return float(sum(entry.numel for entry in checkpoint.entries(addresses.folder(base)).values()))
+    except (BadInput, OSError):
+        return float("nan")
+
+
 def write(store: str, weights: Path, out: Path) -> None:
     """Write a sweep's answers, and the measures of its weights, as an export.
 
@@ -112,24 +140,28 @@ def write(store: str, weights: Path, out: Path) -> None:
         store: address of the sweep's store.
         weights: folder of `diagnose`'s tables, SIZE-SEED.
         out: folder of the export.
+
+    Raises:
+        BadInput: two base models have the same name.
     """
     from mlflow.artifacts import download_artifacts
 
-    frames, whole = [], []
-    for (base, seed, variant, scheme), run in cells(store).items():
+    frames, whole, found = [], [], cells(store)
+    counts = {base: parameters(base) for base, *_ in found}
+    named = sizes(counts)
+    for (base, seed, variant, scheme), run in found.items():
         rows = pd.read_parquet(download_artifacts(f"{run.info.artifact_uri}/{names.QUESTIONS}"), columns=KEPT)
-        size = Path(base).name.partition("-")[0]
-        labels = {"size": size, "seed": seed, "variant": variant, "scheme": scheme}
+        labels = {"size": named[base], "seed": seed, "variant": variant, "scheme": scheme}
         frames.append(rows[["question", "correct"]].assign(**labels))
         rates = {
             "n_tokens": float(rows["n_tokens"].mean()),
             "truncated": float((rows["finish_reason"] == "length").mean()),
             "parsed": float(rows["parsed"].notna().mean()),
         }
-        whole.append(labels | {"n": len(rows)} | rates)
+        whole.append(labels | {"n": len(rows), "parameters": counts[base]} | rates)
     measured = []
     for folder in sorted(weights.glob("*-*")):
-        size, _, seed = folder.name.partition("-")
+        size, _, seed = folder.name.rpartition("-")
         for file in (names.STORED, names.WEIGHTS, names.BEHAVIOUR):
             if (folder / file).is_file():
                 measured.append(pd.read_parquet(folder / file).assign(size=size, seed=int(seed), table=Path(file).stem))
@@ -141,5 +173,24 @@ def write(store: str, weights: Path, out: Path) -> None:
     tables.write(out, runs=runs(store))
 
 
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("store", help="address: sqlite:///PATH, or http://HOST:PORT")
+    parser.add_argument("out", type=Path, help="folder of the export")
+    parser.add_argument("--weights", type=Path, default=Path("weights"), help="folder of diagnose's tables, SIZE-SEED")
+    given = parser.parse_args()
+    file = Path(given.store.removeprefix("sqlite:///"))
+    if "://" not in given.store or (given.store.startswith("sqlite:///") and not file.is_file()):
+        sys.exit(f"{given.store} is no store: expected sqlite:///PATH of a file that exists, or http://HOST:PORT.")
+    os.environ["MLFLOW_TRACKING_URI"] = given.store
+    try:
+        stores.prepare()
+        if not cells(given.store):
+            sys.exit(f"{given.store} has no finished evaluation of a study or a sweep.")
+        write(given.store, given.weights, given.out)
+    except BadInput as error:
+        sys.exit(str(error))
+
+
 if __name__ == "__main__":
-    write(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    main()

@@ -12,7 +12,6 @@ from contrasts import (
     CLIFF,
     CONTROLS,
     GRPO,
-    PARAMETERS,
     PLANNED,
     PRIMARY,
     SFT,
@@ -137,7 +136,7 @@ class Findings:
         `first`: of the sizes that are used.
         """
         found, sizes = {}, self.answers.sizes[first:]
-        by_size = slope([PARAMETERS[size] for size in sizes]) if len(sizes) > 1 else {}
+        by_size = slope([self.answers.parameters[size] for size in sizes]) if len(sizes) > 1 else {}
         for scheme in self.answers.schemes():
             weights: Weights = {}
             for place, weight in by_size.items():

@@ -12,7 +12,6 @@ from contrasts import (
     FULL,
     GRPO,
     MARGIN,
-    PARAMETERS,
     PRETRAINED,
     PRIMARY,
     SEEDS,
@@ -39,16 +38,20 @@ BESIDE = {
     PRETRAINED: "a model of the same shape made from text with fewer errors",
 }
 _HERE = "tests/benchmarks/answer"
-COMMAND = f"python {_HERE}/report.py {_HERE}/export --methods {_HERE}/methods --out DIR"
+SCRIPT = f"{_HERE}/report.py"
+COMMAND = f"python {SCRIPT} {_HERE}/export --methods {_HERE}/methods --out DIR"
 
 
-def write(found: Findings, why: pd.DataFrame | None = None) -> str:
+def write(found: Findings, why: pd.DataFrame | None = None, command: str = COMMAND) -> str:
     """Return the page as Markdown.
 
     Args:
         found: all contrasts.
         why: from `tables.measures`.
+        command: that made it.
     """
+    changed = "Some tests and settings were fixed or changed after outcomes were seen: [design and deviations]"
+    changed = f"{changed}(../README.md). " if found.answers.designed else ""
     moved = "" if why is None else _moved(why)
     parts = [
         "# Does RL change how cleanly a model quantizes?",
@@ -63,10 +66,8 @@ def write(found: Findings, why: pd.DataFrame | None = None) -> str:
         f"**What moved?** {moved}" if moved else "",
         *_methods(found),
         f"Planned tests are the first answer, the first width that costs more than {CLIFF_LOSS} and what is marked "
-        "(Holm), but for methods; the rest is exploratory, uncorrected. Some tests and settings were fixed or changed "
-        "after outcomes were seen: [design and deviations](../README.md). [All tables, and what was not run]"
-        "(tables.md). Made by "
-        f"`{COMMAND}`.",
+        f"(Holm), but for methods; the rest is exploratory, uncorrected. {changed}"
+        f"[All tables, and what was not run](tables.md). Made by `{command}`.",
     ]
     return "\n\n".join(_wrapped(part) for part in parts if part) + "\n"
 
@@ -81,16 +82,33 @@ def _headline(answers: Answers) -> str:
     value = answers.contrast(excess(answers.sizes, PRIMARY, BASE))
     if value is None:
         return f"**No answer yet**: no size has the cells of base and grpo under `{PRIMARY}`."
-    sizes = f"{_and(answers.sizes)} ({_and(f'{PARAMETERS[size] / 1e6:.3g} M' for size in answers.sizes)} parameters)"
+    counts = _and(f"{answers.parameters[size] / 1e6:.3g} M" for size in answers.sizes)
+    sizes = f"{_and(answers.sizes)} ({counts} parameters)"
     runs, over = (f"{answers.runs} seeds", "seeds and ") if answers.runs > 1 else ("one seed", "")
     after, before = (interval(answers.contrast(_mean_loss(answers, variant, PRIMARY))) for variant in (GRPO, BASE))
+    limits = "Nothing follows for other models, tasks and settings."
+    if answers.designed:
+        limits = (
+            "The models are small, were made here, one base per size, and solve one kind of word problem: nothing "
+            "follows for other bases, large pretrained models, long reasoning or other text."
+        )
     return (
         f"**{_answered(answers, value)}**: the loss, accuracy at full precision minus accuracy quantized, is {after} "
         f"after GRPO and {before} before, a difference of {interval(value)}, in the mean over {sizes}; {runs}, "
-        f"{answers.evidence.n:,} questions, 95 % intervals over {over}questions. The models are small, were made here, "
-        "one base per size, and solve one kind of word problem: nothing follows for other bases, large pretrained "
-        "models, long reasoning or other text."
+        f"{answers.evidence.n:,} questions, the same for all sizes, 95 % intervals over {over}questions. {limits}"
+        f"{_largest_loss(answers)}"
     )
+
+
+def _largest_loss(answers: Answers) -> str:
+    """Say how much the primary scheme costs where it costs most, if that is shown to be less than the margin."""
+    losses = {(size, v): answers.contrast(loss(size, v, PRIMARY)) for size in answers.sizes for v in (GRPO, BASE)}
+    size, variant = max(losses, key=lambda cell: losses[cell].estimate)
+    most = losses[size, variant]
+    if most.high >= MARGIN:
+        return ""
+    when = "after GRPO" if variant == GRPO else "before GRPO"
+    return f" The largest loss at one size is {interval(most)} ({size}, {when}): beside it, ±{MARGIN} is wide."
 
 
 def _answered(answers: Answers, value: Estimate) -> str:
@@ -112,7 +130,7 @@ def title(found: Findings) -> str:
 
 
 def _so_far(found: Findings) -> str:
-    sizes, planned = len(found.answers.sizes), len(PARAMETERS)
+    sizes, planned = len(found.answers.sizes), len(found.answers.parameters)
     return f"Over {sizes} of {planned} sizes so far. " if sizes < planned else ""
 
 
@@ -290,11 +308,12 @@ def _methods(found: Findings) -> list[str]:
             rows.setdefault(f"`{each.method}` − `{each.other}`", {})[each.size] = interval(each.value)
     if not rows:
         return []
-    sizes = [size for size in PARAMETERS if any(size in row for row in rows.values())]
+    sizes = [size for size in found.answers.parameters if any(size in row for row in rows.values())]
     said = "**Methods in four bits.**" + (f" {_beside_gptq(tests)}" if (tests := found.beside_gptq) else "")
     said += " Accuracy minus that of GRPO's weights quantized afterwards, by size."
     if any(name.startswith("`qlora:full`") for name in rows):
-        said += " QLoRA's `full` is an NF4 base with its adapter in bf16, merged; its rank and rate were not searched."
+        said += " QLoRA's `full` is an NF4 base with its adapter in bf16, merged, so it is not in four bits."
+        said += " Its rank and rate were not searched."
     if any(name.startswith("`qad-int4") for name in rows):
         said += " `qad-int4` starts from GRPO's weights and trains them further."
     body = [[name, *(row.get(size, "") for size in sizes)] for name, row in rows.items()]
@@ -304,18 +323,19 @@ def _methods(found: Findings) -> list[str]:
 def _beside_gptq(tests: Mapping[tuple[str, str], Tested]) -> str:
     """Say at which sizes a method that trains in four bits lies above or below GPTQ of GRPO's weights."""
 
-    def sides(held: Iterable[tuple[str, str]]) -> str:
-        sizes: dict[int, dict[str, list[str]]] = {1: {}, -1: {}}
+    def at_sizes(held: Iterable[tuple[str, str]]) -> str:
+        sizes: dict[str, list[str]] = {}
         for method, size in held:
-            sizes[_side(tests[method, size].value)].setdefault(method, []).append(size)
-        above, below = (_and(f"`{method}` at {_and(each)}" for method, each in part.items()) for part in sizes.values())
-        return f"above: {above or 'none'}; below: {below or 'none'}"
+            sizes.setdefault(method, []).append(size)
+        return _and(f"`{method}` at {_and(each)}" for method, each in sizes.items())
 
-    apart = [key for key, each in tests.items() if _side(each.value)]
-    return (
-        f"Intervals beside `{GRPO}:{PRIMARY}` that exclude 0, {sides(apart)}. Of these {len(tests)} comparisons Holm's "
-        f"correction (5 %, exploratory) leaves, {sides(_significant(tests))}."
-    )
+    other = f"`{GRPO}:{PRIMARY}`"
+    above, below = (at_sizes(key for key, each in tests.items() if _side(each.value) == side) for side in (1, -1))
+    said = f"The intervals of {above} lie above {other}, " if above else f"No method's interval lies above {other}, "
+    said += f"those of {below} lie below." if below else "none lies below."
+    left = at_sizes(_significant(tests))
+    corrected = f"Holm's correction over these {len(tests)} comparisons (5 %, exploratory)"
+    return f"{said} {corrected} leaves {left or 'none'}."
 
 
 def _correlations(found: Findings) -> str:

@@ -4,6 +4,7 @@ python tests/benchmarks/answer/report.py EXPORT --out DIR     # several exports,
 """
 
 import argparse
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from contrasts import (
     Answers,
     answer,
     excess,
+    parameters,
     relative_excess,
 )
 from findings import CLIFF_LOSS, CONTROL_TESTS, METHODS, OF_GRPO, PLANNED, Findings
@@ -142,7 +144,9 @@ def correlated(found: Findings) -> list[str]:
     """Question 6: what goes with the loss; exploratory."""
     said = (
         "`relative_mse` is the error of the stored weights, `code_flip_rate` the share of codes that training changed, "
-        "`update_survival` ‖Q(W′) − Q(W)‖ / ‖W′ − W‖, above 1 mostly noise, `update_cosine` the cosine of both."
+        "`update_survival` ‖Q(W′) − Q(W)‖ / ‖W′ − W‖, above 1 mostly noise, `update_cosine` the cosine of both, "
+        "`kl` that of next-token distributions from full precision to quantized, and `top1_agreement` the share of "
+        "positions where both have the same likeliest token, on held-out questions with their solutions."
     )
     lines = ["## 6. What goes with the loss?", "", said, ""]
     tables_ = {
@@ -155,7 +159,7 @@ def correlated(found: Findings) -> list[str]:
     return lines
 
 
-def movement(why: pd.DataFrame) -> list[str]:
+def movement(why: pd.DataFrame, sizes: Iterable[str]) -> list[str]:
     """Return what moved, and where, as a table: means over matrices, by size and variant, over seeds."""
     heads = {
         "moved_fp32": "moved, in fp32",
@@ -167,24 +171,24 @@ def movement(why: pd.DataFrame) -> list[str]:
         "rotation_deg": "rotation, °",
         "spectrum_shift": "spectrum shift",
     }
-    rows = _means(why, (SFT, GRPO), heads)
-    return ["## 7. What moved?", "", *_table(("size", "weights", *heads.values()), rows), "", *_mxfp4(why)]
+    rows = _means(why, sizes, (SFT, GRPO), heads)
+    return ["## 7. What moved?", "", *_table(("size", "weights", *heads.values()), rows), "", *_mxfp4(why, sizes)]
 
 
-def _mxfp4(why: pd.DataFrame) -> list[str]:
+def _mxfp4(why: pd.DataFrame, sizes: Iterable[str]) -> list[str]:
     """Return MXFP4's squared error and its parts, in percent of the weights' squared norm, as a table."""
     heads = {"mx_error": "error", "mx_scale": "scale", "mx_dead": "rounded to 0", "mx_grid": "the rest of rounding"}
     percent = why.assign(**{key: 100 * why[key] for key in heads})
-    rows = _means(percent, (BASE, SFT, GRPO), heads)
+    rows = _means(percent, sizes, (BASE, SFT, GRPO), heads)
     head = ("size", "weights", *(f"{name}, %" for name in heads.values()))
     said = "MXFP4's squared error, over that of the weights. Its parts partly cancel, so their sum is larger:"
     return [said, "", *_table(head, rows), ""]
 
 
-def _means(why: pd.DataFrame, variants: Sequence[str], keys: Iterable[str]) -> list[list[str]]:
+def _means(why: pd.DataFrame, sizes: Iterable[str], variants: Sequence[str], keys: Iterable[str]) -> list[list[str]]:
     """Return a row for each size and variant that was measured."""
     body = []
-    for size in sorted(why["size"].unique(), key=PARAMETERS.__getitem__):
+    for size in sizes:
         for variant in variants:
             part = why[(why["size"] == size) & (why["variant"] == variant)]
             if len(part):
@@ -194,6 +198,8 @@ def _means(why: pd.DataFrame, variants: Sequence[str], keys: Iterable[str]) -> l
 
 def _spread(part: pd.DataFrame, key: str) -> str:
     """Return a measure's mean over matrices by their weights, and its range over seeds, or over pairs of seeds."""
+    if key not in part:  # of a pair of seeds, where there is one
+        return ""
     known = part.dropna(subset=[key])
     by_seed = [
         np.average(rows[key], weights=rows["numel"])
@@ -204,11 +210,11 @@ def _spread(part: pd.DataFrame, key: str) -> str:
     return f"{np.mean(by_seed):.3g} ({min(by_seed):.3g} to {max(by_seed):.3g})"
 
 
-def accuracies(frame: pd.DataFrame, schemes: Sequence[str]) -> list[str]:
+def accuracies(frame: pd.DataFrame, schemes: Sequence[str], sizes: Iterable[str]) -> list[str]:
     """Return the accuracies of base, controls and grpo, means over seeds, and their shares of full precision's."""
     mean = frame.groupby(["size", "variant", "scheme"], observed=True)["correct"].mean()
     body = []
-    for size in sorted(frame["size"].unique(), key=PARAMETERS.__getitem__):
+    for size in sizes:
         for variant in (BASE, *CONTROLS, GRPO):
             if full := mean.get((size, variant, FULL)):
                 held = [mean.get((size, variant, scheme)) for scheme in schemes]
@@ -258,24 +264,38 @@ def document(found: Findings, why: pd.DataFrame | None = None, cells: pd.DataFra
         lines += [f"Left out because they were not evaluated under all seeds: {left}.{own}", ""]
     for part in (primary, controls, cliffs, growth, methods, correlated):
         lines += part(found)
-    lines += movement(why) if why is not None else []
-    lines += accuracies(answers.frame, answers.schemes())
+    lines += movement(why, answers.parameters) if why is not None else []
+    lines += accuracies(answers.frame, answers.schemes(), answers.parameters)
     lines += unhealthy(cells) if cells is not None else []
     return "\n".join(lines) + "\n"
 
 
-def with_own_runs(frame: pd.DataFrame, trained: pd.DataFrame) -> Answers:
-    """Return the answers for question 5 where some sizes have runs of their own, under the seeds that all share."""
+def with_own_runs(frame: pd.DataFrame, trained: pd.DataFrame, counts: Mapping[str, float] = PARAMETERS) -> Answers:
+    """Return the answers for question 5 where some sizes have runs of their own, under the seeds that all share.
+
+    Args:
+        frame, trained: answers of the sweep, and of those runs.
+        counts: parameters of all sizes.
+
+    Raises:
+        BadInput: no seed is shared.
+    """
     rows = pd.concat([trained, frame[~frame["size"].isin(trained["size"].unique())]])
     shared = set.intersection(*map(set, rows.groupby("size")["seed"].unique()))
-    return Answers(rows[rows["seed"].isin(shared)])
+    if not shared:
+        raise BadInput("The sizes of the exports and of --methods share no seed.")
+    return Answers(rows[rows["seed"].isin(shared)], counts)
 
 
-def _answers(folders: str) -> pd.DataFrame:
-    frame = tables.answers([Path(part) for part in folders.split(",")])
-    if frame.empty:
-        sys.exit(f"{folders} holds no correct.parquet: run.py or export.py writes it.")
-    return frame
+def _answers(folders: str) -> tuple[pd.DataFrame, list[Path]]:
+    """Return the answers of folders, by comma, and the folders."""
+    paths = [Path(part) for part in folders.split(",")]
+    for path in paths:
+        if not any((path / f"{name}.parquet").is_file() for name in (*tables.TABLES, "correct")):
+            raise BadInput(f"{path} is no export: run.py or export.py writes one.")
+    if (frame := tables.answers(paths)).empty:
+        raise BadInput(f"{folders} holds no correct.parquet: run.py or export.py writes it.")
+    return frame, paths
 
 
 def main() -> None:
@@ -286,20 +306,38 @@ def main() -> None:
         "--out", type=Path, required=True, help="folder for page.md, tables.md, bits.png and excess.png"
     )
     given = parser.parse_args()
-    frame, exports = _answers(given.exports), [Path(part) for part in given.exports.split(",")]
-    weights, why, cells = (tables.measures(exports, name) for name in ("weights", "why", "cells"))
     try:
-        answers = Answers(frame)
-        found = Findings(answers, with_own_runs(frame, _answers(given.methods)) if given.methods else answers, weights)
-    except BadInput as error:
+        print(write(given.exports, given.methods, given.out))
+    except (BadInput, OSError) as error:
         sys.exit(str(error))
-    given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "page.md").write_text(said := page.write(found, why), encoding="utf-8")
-    (given.out / "tables.md").write_text(document(found, why, cells), encoding="utf-8")
+
+
+def write(exports: str, methods: str | None, out: Path) -> str:
+    """Write page, tables and figures of exports, and return the page.
+
+    Args:
+        exports: folders, by comma.
+        methods: those whose sizes answer question 5 instead.
+        out: folder; made if it is missing.
+
+    Raises:
+        BadInput: a folder is no export, a file is damaged, or there is nothing to compare.
+    """
+    frame, folders = _answers(exports)
+    weights, why, cells = (tables.measures(folders, name) for name in ("weights", "why", "cells"))
+    answers = Answers(frame, parameters(frame, cells))
+    compared = with_own_runs(frame, _answers(methods)[0], answers.parameters) if methods else answers
+    found = Findings(answers, compared, weights)
+    own = ["--methods", methods] if methods else []
+    command = f"python {page.SCRIPT} {shlex.join([exports, *own])} --out DIR"
+    texts = {"page.md": page.write(found, why, command), "tables.md": document(found, why, cells)}
+    out.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (out / name).write_text(text, encoding="utf-8")
     if answers.sizes:
-        drawn.excess_by_scheme(found, page.title(found), given.out / "excess.png")
-        drawn.loss_by_bits(found, page.about_bits(found), given.out / "bits.png")
-    print(said)
+        drawn.excess_by_scheme(found, page.title(found), out / "excess.png")
+        drawn.loss_by_bits(found, page.about_bits(found), out / "bits.png")
+    return texts["page.md"]
 
 
 if __name__ == "__main__":

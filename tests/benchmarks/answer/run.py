@@ -34,6 +34,7 @@ from findings import OF_GRPO
 
 from qrl import names, tiny
 from qrl import recipe as recipes
+from qrl.errors import BadInput
 from qrl.study.arms import load as load_arms
 from qrl.tiny.make import RECORD
 
@@ -94,7 +95,7 @@ class Work:
         self.recipe = "tiny" if check else str(Path(__file__).with_name("sweep.yaml"))
         self.schemes = changes.get("quantize", {}).get("schemes") or list(recipes.load(self.recipe).quantize.schemes)
         self.printing, self.training = threading.Lock(), threading.Semaphore(trainings)
-        self.evaluating = threading.Semaphore(engines)
+        self.evaluating, self.failed = threading.Semaphore(engines), []  # names of commands
         (self.folder / "logs").mkdir(parents=True, exist_ok=True)
 
     def qrl(self, name: str, *words: str, module: str = "qrl") -> bool:
@@ -103,19 +104,21 @@ class Work:
         if done.exists():
             return True
         variables = THREADS | os.environ | {"MLFLOW_TRACKING_URI": self.store, "PYTHONPATH": export.with_checkout()}
-        began = time.monotonic()
-        with open(self.folder / "logs" / f"{name}.log", "w") as log:
+        began, path = time.monotonic(), self.folder / "logs" / f"{name}.log"
+        with open(path, "w") as log:
             command = [sys.executable, "-m", module, *words]
             code = subprocess.run(
                 command, cwd=self.folder, env=variables, stdout=log, stderr=log, check=False
             ).returncode
+        took = f"after {time.monotonic() - began:.0f} s"
         with self.printing:
             print(
-                f"{name}: {'done' if code in ENDED else f'ended with {code}'} after {time.monotonic() - began:.0f} s",
-                flush=True,
+                f"{name}: done {took}" if code in ENDED else f"{name}: ended with {code} {took}, see {path}", flush=True
             )
         if code in ENDED:
             done.touch()
+        else:
+            self.failed.append(name)
         return code in ENDED
 
     def made(self, size: str, shape: Size, *, device: str, slip: float, suffix: str) -> bool:
@@ -270,7 +273,8 @@ class Work:
             return self.qrl(name, "evaluate", *words)
 
 
-def main() -> None:
+def main() -> int:
+    """Run what is left, export it, and return 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("work", type=Path, help="folder for models, store, logs and the export")
     parser.add_argument("--sizes", default=",".join(SIZES))
@@ -288,14 +292,22 @@ def main() -> None:
     parser.add_argument("--without-weights", action="store_true", help="leave the measures of GRPO's weights out")
     parser.add_argument("--check", action="store_true", help="a copy of qrl-tiny as m3, and two seeds, on a CPU")
     given = parser.parse_args()
-    seeds = [int(seed) for seed in (given.seeds or ("0,1" if given.check else "0,1,2,3")).split(",")]
+    seeds = (given.seeds or ("0,1" if given.check else "0,1,2,3")).split(",")
+    if wrong := [seed for seed in seeds if not seed.isdecimal()]:
+        parser.error(f"--seeds has {wrong[0]!r}: expected whole numbers, by comma")
+    sizes = ["m3"] if given.check else given.sizes.split(",")
+    if wrong := [size for size in sizes if size not in SIZES]:
+        parser.error(f"--sizes has {wrong[0]!r}: expected some of {', '.join(SIZES)}")
     asked = (names.SFT if given.check else ",".join(ARMS)) if given.arms is None else given.arms
     arms = list(filter(None, asked.split(",")))
     changes = CHECK if given.check else {"quantize": {"schemes": given.schemes.split(",")}} if given.schemes else {}
     fp8 = not given.check and not given.without_fp8
     limits = {"trainings": given.trainings, "engines": given.engines}
     work = Work(given.work, changes, arms, fp8=fp8, weights=not given.without_weights, check=given.check, **limits)
-    sizes = ["m3"] if given.check else given.sizes.split(",")
+    try:
+        load_arms(work.recipe, arms, {"model": str(tiny.PATH)}, 0)
+    except BadInput as error:
+        parser.error(f"--arms: {error}")
     slips = [""] if given.without_control else list(SLIPS)
     device = "cpu" if given.check else "cuda"
     with ThreadPoolExecutor(len(sizes)) as makers, ThreadPoolExecutor(1 if given.check else given.lanes) as lanes:
@@ -311,13 +323,16 @@ def main() -> None:
         waiting = []
         for size, whole in zip(sizes, makers.map(made, sizes), strict=True):
             if whole:
-                waiting += [lanes.submit(work.unit, size, SIZES[size], seed, slips) for seed in seeds]
+                waiting += [lanes.submit(work.unit, size, SIZES[size], int(seed), slips) for seed in seeds]
         failed = [error for one in waiting if (error := one.exception())]
     for error in failed:
         traceback.print_exception(error)
     export.write(work.store, work.folder / "weights", work.folder / "export")
     why.write(work.folder)
+    if work.failed:
+        print(f"Failed: {', '.join(work.failed)}. The same command does what is left.", file=sys.stderr)
+    return int(bool(failed or work.failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -8,10 +8,15 @@ of each cell's answers as a whole.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
 import pandas as pd
+
+from qrl.errors import BadInput
 
 ROW = ["size", "seed", "question"]
 CELL = ["size", "seed", "variant", "scheme"]
@@ -49,7 +54,7 @@ def answers(exports: Sequence[Path]) -> pd.DataFrame:
     parts = []
     for path in (folder / "correct.parquet" for folder in exports):
         if path.is_file():
-            wide = pd.read_parquet(path).set_index(ROW).rename_axis(columns="cell")
+            wide = _read(path, ROW).set_index(ROW).rename_axis(columns="cell")
             parts.append(wide.stack().dropna().rename("correct").reset_index())
     if not parts:
         return pd.DataFrame()
@@ -61,8 +66,19 @@ def answers(exports: Sequence[Path]) -> pd.DataFrame:
 def measures(exports: Sequence[Path], name: str) -> pd.DataFrame | None:
     """Return one of TABLES, of several exports."""
     paths = [folder / f"{name}.parquet" for folder in exports]
-    found = [pd.read_parquet(path) for path in paths if path.is_file()]
+    found = [_read(path, TABLES[name]) for path in paths if path.is_file()]
     return _joined(found, TABLES[name]) if found else None
+
+
+def _read(path: Path, keys: Sequence[str]) -> pd.DataFrame:
+    """Return a table; raise BadInput if it is damaged, or lacks a column."""
+    try:
+        table = pd.read_parquet(path)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"{path} cannot be read as a table ({error}): export it again.") from None
+    if absent := [key for key in keys if key not in table]:
+        raise BadInput(f"{path} has no column {', '.join(absent)}: export it again.")
+    return table
 
 
 def _joined(parts: Sequence[pd.DataFrame], keys: list[str]) -> pd.DataFrame:
