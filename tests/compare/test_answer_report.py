@@ -468,6 +468,21 @@ def test_models_are_named_by_their_folders_and_controls_by_their_bases():
     assert np.isnan(export.parameters("/a/m3"))
 
 
+def test_the_recipe_for_qwen3_has_the_schemes_of_the_sweep_and_takes_its_arms():
+    folder = ROOT / "tests" / "benchmarks" / "answer"
+    methods = ("sft", "qwen3-math-qlora", "qat-int4", "qad-int4")
+    first, *others = arms.load(str(folder / "qwen3.yaml"), methods, {"model": "Qwen/Qwen3-0.6B"}, 0)
+    own = recipes.load(str(folder / "sweep.yaml"))
+    assert first.recipe.quantize.schemes == own.quantize.schemes and [each.name for each in others] == list(methods)
+    for key in ("calibration_samples", "calibration_seed"):
+        assert getattr(first.recipe.quantize, key) == getattr(own.quantize, key)
+    limits = [key for key in type(own.evaluate).model_fields if key.startswith(("min_", "max_")) and "rate" in key]
+    assert {key: getattr(first.recipe.evaluate, key) for key in limits} == {
+        key: getattr(own.evaluate, key) for key in limits
+    }
+    assert first.recipe.task == "math" and first.recipe.evaluate.unpacked
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
