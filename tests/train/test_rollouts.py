@@ -326,6 +326,7 @@ def test_an_engine_that_cannot_start_says_why_and_what_to_do(raised, fixed, sent
         (VLLM, Train(teacher="t"), 8 * GIB, 24 + 4 + 32),
         (VLLM, Train(teacher="t", dtype="bf16"), 8 * GIB, 24 + 4 + 16),
         (VLLM, Train(teacher="t", teacher_placement="sharded"), 8 * GIB, 24 + 4 + 16),
+        (VLLM, Train(teacher="t", teacher_placement="sharded", dtype="bf16"), 8 * GIB, 24 + 4 + 8),
         (VLLM, Train(teacher="t", teacher_placement="server", teacher_server="http://a:1"), 8 * GIB, 24 + 4),
     ],
 )

@@ -22,8 +22,8 @@ def check(settings: Rollout, train: Train, parameters: int, teacher: int = 0) ->
         settings: who samples; only an engine in this process takes memory here.
         train: its base's storage.
         parameters: of the model.
-        teacher: parameters of the model that scores in a distillation; `train.teacher_placement` says where. A whole
-            one's linears are stored as they are computed, so this is a lower bound.
+        teacher: parameters of the model that scores in a distillation; `train.teacher_placement` says where. Its
+            linears are stored as they are computed, so this is a lower bound.
 
     Raises:
         BadInput: less memory is free than these take at once.
@@ -33,8 +33,7 @@ def check(settings: Rollout, train: Train, parameters: int, teacher: int = 0) ->
     free, total = torch.cuda.mem_get_info(process.local_rank())
     held = 0 if process.sharded() else _WEIGHT_BYTES[train.storage] * parameters
     shares = {"process": 1, "sharded": process.world_size(), "server": math.inf}[train.teacher_placement]
-    whole = train.teacher_placement == "process"
-    scores = _WEIGHT_BYTES[train.compute if whole else train.storage] * teacher / shares
+    scores = _WEIGHT_BYTES[train.compute] * teacher / shares
     if settings.kv_cache_gib is None:
         engine, key = settings.gpu_memory_utilization * total, "gpu_memory_utilization"
     else:

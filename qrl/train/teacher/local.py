@@ -22,12 +22,10 @@ class Local:
         place = torch.device("cuda", process.local_rank()) if device == "cuda" else torch.device("cpu")
 
         def load() -> nn.Module:
-            return policy.load(folder, settings, device).requires_grad_(False).eval()
+            model = policy.load(folder, settings, device).requires_grad_(False).eval()
+            return stored_as_computed(model) if settings.compute == "bf16" else model
 
-        if settings.teacher_placement == "sharded":
-            self.model = shard(load, place)
-        else:
-            self.model = (stored_as_computed(load()) if settings.compute == "bf16" else load()).to(place)
+        self.model = shard(load, place) if settings.teacher_placement == "sharded" else load().to(place)
 
     def __call__(self, score: Callable[[nn.Module], Tensor], ids: Tensor, mask: Tensor, valid: Tensor) -> Likeliest:
         logits = trl_private.redirect(self.model, lambda _: score(self.model), ids)
