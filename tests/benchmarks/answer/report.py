@@ -145,8 +145,8 @@ def correlated(found: Findings) -> list[str]:
     said = (
         "`relative_mse` is the error of the stored weights, `code_flip_rate` the share of codes that training changed, "
         "`update_survival` ‖Q(W′) − Q(W)‖ / ‖W′ − W‖, above 1 mostly noise, `update_cosine` the cosine of both, "
-        "`kl` the KL divergence of next-token distributions, full precision to quantized, and `top1_agreement` the share of "
-        "positions where both have the same likeliest token, on held-out questions with their solutions."
+        "`kl` the KL divergence of next-token distributions, full precision to quantized, and `top1_agreement` the "
+        "share of positions where both have the same likeliest token, on held-out questions with their solutions."
     )
     lines = ["## 6. What goes with the loss?", "", said, ""]
     tables_ = {
