@@ -27,7 +27,7 @@ def log_checkpoint(
     move: bool,
     metadata: Mapping[str, Any] | None = None,
 ) -> tuple[str, Path]:
-    """Log a checkpoint folder as a model of the active run; if killed at any moment, it leaves no READY model.
+    """Log a checkpoint folder as a model of the active run, whose end discards it (`abandon`) if this was interrupted.
 
     Args:
         path: a folder that `checkpoint.check` accepts.
@@ -50,16 +50,12 @@ def log_checkpoint(
         params={key: str(value) for key, value in facts.items()},
     )
     mlflow.log_outputs(models=[LoggedModelOutput(model.model_id, step=0)])
-    try:
-        stored = model_files.write(path, model, facts, link=move)
-        if (written := checkpoint.digest(stored)) != digest:
-            raise QrlError(
-                f"The checkpoint {path} changed while it was logged: its digest was {digest[:12]}, now it is "
-                f"{written[:12]}. Run the step again."
-            )
-    except BaseException:
-        model_files.discard(model)
-        raise
+    stored = model_files.write(path, model, facts, link=move)
+    if (written := checkpoint.digest(stored)) != digest:
+        raise QrlError(
+            f"The checkpoint {path} changed while it was logged: its digest was {digest[:12]}, now it is "
+            f"{written[:12]}. Run the step again."
+        )
     mlflow.finalize_logged_model(model.model_id, "READY")
     return f"models:/{model.model_id}", stored
 
@@ -142,9 +138,9 @@ def _digest(folder: Path, _state: tuple) -> str:
     return checkpoint.digest(folder)
 
 
-def abandon(experiment_id: str, run_id: str) -> None:
-    """Discard the half-made models of a run whose process died."""
-    query = f"source_run_id = '{run_id}'"
-    for model in mlflow.search_logged_models([experiment_id], query, output_format="list"):
+def abandon(run_id: str) -> None:
+    """Discard the models that a run left half-made."""
+    experiment, query = mlflow.get_run(run_id).info.experiment_id, f"source_run_id = '{run_id}'"
+    for model in mlflow.search_logged_models([experiment], query, output_format="list"):
         if str(model.status) == "PENDING":
             model_files.discard(model)

@@ -122,7 +122,7 @@ def _marked_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
         return False  # it had failed by itself
     client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
     if not finished and store.TAG_JOB not in run.data.tags:  # the step may have been ended where it stood
-        models.abandon(run.info.experiment_id, run_id)
+        models.abandon(run_id)
         _end_below(run_id, str(error) or "Stopped by Ctrl-C.")
     return finished
 

@@ -122,7 +122,6 @@ def close_stopped(signum: int) -> NoReturn:
         store.prepare()
         for run in store.running(f" and tags.`{names.TAG_PID}` = '{signals.identity()}'"):
             _end(run.info.run_id, stopped, partial(mlflow.MlflowClient().set_terminated, run.info.run_id))
-            models.abandon(run.info.experiment_id, run.info.run_id)
         close_opened(stopped)
         store.sweep()  # of the processes that were killed with this one
     except Exception as failure:
@@ -194,13 +193,20 @@ def _end_active(run_id: str, status: str) -> None:
 
 
 def _end(run_id: str, error: BaseException, end: Callable[[str], object]) -> None:
-    """Tag a run with the error's reason and `end` it with its status; a failure is printed: the first error counts."""
+    """Discard a run's half-made models, tag it with the error's reason and `end` it with its status.
+
+    A failure is printed: the first error counts.
+    """
     if isinstance(error, KeyboardInterrupt):
         status, code, reason = "KILLED", signals.exit_code(error), str(error) or "Stopped by Ctrl-C."
     else:
         status, code = "FAILED", getattr(error, "exit_code", 1)
         reason = str(error) if isinstance(error, QrlError) else f"{type(error).__name__}: {first_line(error)}"
     tags = {names.TAG_REASON: reason, names.TAG_EXIT_CODE: str(code)}
+    try:
+        models.abandon(run_id)  # first: a run that was told its reason is not swept
+    except Exception as failure:
+        print(f"The half-made models of run {run_id} were not discarded: {first_line(failure)}", file=sys.stderr)
     try:
         if isinstance(error, GateRefused):
             status, tags = "FINISHED", tags | _refused(run_id, reason)

@@ -254,7 +254,7 @@ def end_dead(run: RunInfo, reason: str = DIED, status: str = "KILLED") -> None:
     """End a run whose process died, and discard the models that it left half-made."""
     contents.tag_run(run.run_id, {names.TAG_REASON: reason})
     mlflow.MlflowClient().set_terminated(run.run_id, status)
-    models.abandon(run.experiment_id, run.run_id)
+    models.abandon(run.run_id)
 
 
 def _absolute(address: str) -> str:

@@ -641,6 +641,35 @@ def test_what_breaks_in_the_middle_leaves_no_model(store, tiny_checkpoint):
     assert status(run) == "FAILED"
 
 
+def test_a_signal_between_any_two_lines_leaves_no_half_made_model(store, tiny_checkpoint):
+    """Also before the first file is written, where a study once left its model pending."""
+    lines = 0
+
+    def trace(frame, event, _):
+        nonlocal lines
+        if event == "line" and frame.f_code is models.log_checkpoint.__code__:
+            lines -= 1
+            if lines == 0:
+                raise signals.Stopped(signal.SIGINT)
+        return trace if frame.f_code is models.log_checkpoint.__code__ else None
+
+    for until in range(1, 100):
+        lines = until
+        with pytest.raises(SystemExit), runs.step("train") as run:
+            sys.settrace(trace)
+            try:
+                log(tiny_checkpoint, move=False)
+            finally:
+                sys.settrace(None)
+            raise signals.Stopped(signal.SIGINT)
+        if lines > 0:
+            break
+        assert status(run) == "KILLED"
+    assert until > 10
+    states = [str(each.status) for each in mlflow.search_logged_models(experiment_ids=["0"], output_format="list")]
+    assert "FAILED" in states and set(states) <= {"FAILED", "READY"}
+
+
 def test_a_half_made_model_of_a_dead_run_is_discarded(store):
     client = mlflow.MlflowClient()
     run = client.create_run("0").info
