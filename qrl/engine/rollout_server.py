@@ -4,17 +4,30 @@ FORMAT is a `train.qat`: one that rounds activations, or any other, `none` too. 
 that multiprocessing spawns imports this file first, so the plugin needs no installation.
 """
 
+import importlib.util
 import json
 import os
 import runpy
 import sys
 
-from qrl.engine import vllm_fakequant  # noqa: F401 (makes its method known to vLLM)
-from qrl.formats.fakequant import operation
+from qrl import process
+from qrl.errors import BadInput
+from qrl.formats.fakequant import operation, rounding
+
+if importlib.util.find_spec("vllm"):
+    from qrl.engine import vllm_fakequant  # noqa: F401 (makes its method known to vLLM)
+
+_USAGE = "python -m qrl.engine.rollout_server FORMAT --model MODEL …"
 
 
-def main(name: str, more: list[str]) -> None:
-    """Run the server; raise BadInput if the format is unknown."""
+def main(name: str = "--help", *more: str) -> None:
+    """Run the server; raise BadInput if the format is unknown, or vLLM is not installed."""
+    if name.startswith("-"):
+        formats = f"FORMAT is none, {', '.join(rounding.FORMATS)} or a file"
+        raise BadInput(f"No format is named: run `{_USAGE}`, where {formats}; further options are vLLM's.")
+    if not importlib.util.find_spec("vllm"):
+        where = "run it with the Python of an environment that `mlflow run … -P rollout.engine=vllm` has built"
+        raise BadInput(f"vLLM is not installed in this environment: {where}.")
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the trainer reads the server's configuration and sends weights
     words = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs"]
     words += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
@@ -25,4 +38,5 @@ def main(name: str, more: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    with process.sentences():
+        main(*sys.argv[1:])

@@ -32,6 +32,15 @@ def _different_names(rewards: tuple[str, ...]) -> tuple[str, ...]:
     return rewards
 
 
+def _address(address: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/]\S*", address):
+        raise ValueError("must be an address such as http://127.0.0.1:8000")
+    return address
+
+
+_Address = Annotated[str, AfterValidator(_address)]
+
+
 def reward_name(reward: str) -> str:
     """Return the name by which a reward is logged: of FILE.py:FUNCTION the function's."""
     return reward.rpartition(":")[2]
@@ -104,7 +113,7 @@ class Train(Section):
     teacher_placement: Annotated[Literal["process", "sharded", "server"], NotInKey("teacher_placement", "process")] = (
         option("process", "the teacher is whole in each process, sharded over the GPUs of all, or behind a server")
     )
-    teacher_server: NoKey[str] = option(
+    teacher_server: NoKey[_Address] = option(
         "http://127.0.0.1:8001", "address of vLLM's server, with train.teacher_placement=server"
     )
     distill_top_k: Count = option(64, "distillation: number of the teacher's top tokens to compare, re-normalized")
@@ -249,7 +258,7 @@ class Rollout(Section):
     sleep: _OfVllm[Literal["auto", "on", "off"]] = option(
         "auto", "release a colocated engine's memory while training; auto: if memory is short"
     )
-    server: NoKey[str] = option("http://127.0.0.1:8000", "server's address, with rollout.mode=server")
+    server: NoKey[_Address] = option("http://127.0.0.1:8000", "server's address, with rollout.mode=server")
     server_timeout_s: NoKey[float] = option(240.0, "longest wait for the server, in seconds", gt=0)
     server_group_port: NoKey[int] = option(51216, "port for sending it weights", ge=1, le=65535)
     is_correction: Annotated[

@@ -22,7 +22,9 @@ def adapter(address: str) -> None:
 
 def model(recipe: Recipe, address: str) -> None:
     """Print a trained model in full precision; it is quantized next, and the model before training with it."""
-    scheme, models = recipe.quantize.schemes[0], {names.BASE: recipe.model, recipe.train.variant: address}
+    trained_for = f"{names.ROUNDED_PREFIX}{recipe.train.qat}"  # stores the codes that training computed with
+    scheme = trained_for if trained_for in names.ROUNDED else recipe.quantize.schemes[0]
+    models = {names.BASE: recipe.model, recipe.train.variant: address}
     result = f"Model   {address}, {recipe.train.variant} in full precision"
     _print(result, "quantize", {"scheme": scheme, "models": _listed(models)})
 

@@ -107,10 +107,11 @@ def _check(job: Job, base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint
         verl.check(base, job)
     else:
         grpo.check(base, job)
-    if settings.algorithm != "sft":
+    if settings.algorithm != "sft" and job.rollout.engine == rollout.VLLM:
         rollout.check_installed(job.rollout)
-        if job.device == "cuda" and settings.trainer == "trl":
-            rollout.check_memory(job.rollout, settings, _parameters(base), _parameters(teacher) if teacher else 0)
+        rollout.check_length(job)
+    if job.device == "cuda" and settings.trainer == "trl":
+        rollout.check_memory(job.rollout, settings, _parameters(base), _parameters(teacher) if teacher else 0)
 
 
 def _say_unused(recipe: Recipe, gpus: int) -> None:

@@ -114,6 +114,7 @@ def optimization(job: Job, texts: int) -> dict[str, Any]:
         "save_steps": settings.save_every,
         "save_total_limit": settings.keep_checkpoints,
         "logging_steps": 1,
+        "logging_nan_inf_filter": False,  # else transformers reports a loss of NaN as 0
         "report_to": "none",
         "disable_tqdm": True,
         "seed": job.seed,

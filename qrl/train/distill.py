@@ -28,9 +28,9 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
     """Check that this distillation is possible, before any weight is loaded; `base` is the student's.
 
     Raises:
-        BadInput: teacher or student is quantized, their vocabularies differ, an adapter or watchers are configured,
-            weights and optimizer do not fit into memory, FSDP runs on a CPU or is too old, the batch does not divide,
-            there are too few questions, or the teacher's server does not score as the recipe says.
+        BadInput: teacher or student is quantized, their vocabularies or tokens' ids differ, an adapter or watchers are
+            configured, weights and optimizer do not fit into memory, FSDP runs on a CPU or is too old, the batch does
+            not divide, there are too few questions, or the teacher's server does not score as the recipe says.
     """
     settings = job.settings
     for key in ("mask_truncated", "max_resamples"):
@@ -48,17 +48,31 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
             f"The teacher {teacher.path} has a vocabulary of {other}, but the student one of {own}: choose a teacher "
             "of the same model family."
         )
+    if base.digest != teacher.digest:
+        _check_tokens(base, teacher)
     if settings.adapter:
         reason = f"train.teacher distils into all weights, but train.method = {settings.method} trains an adapter"
         raise BadInput(f"{reason}: set train.method = full.")
     sharded.check(settings, job.device)
     tensors = checkpoint.entries(base.path)
     policy.check(settings, tensors)
-    policy.check_memory(settings, tensors, job.device)
+    scoring = sum(entry.numel for entry in checkpoint.entries(teacher.path).values())
+    policy.check_memory(settings, tensors, job.device, scoring)
     arguments.check(settings, len(job.questions))
     prepare.check(settings, base.path)
     if settings.teacher_placement == "server":
         server.check(teacher, job)
+
+
+def _check_tokens(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint) -> None:
+    """Raise BadInput where a token of both vocabularies has two ids; tokens that only one has may differ."""
+    own, other = (hf.tokenizer(model.path).get_vocab() for model in (base, teacher))
+    if moved := sorted(token for token in own.keys() & other.keys() if own[token] != other[token]):
+        ids = f"{moved[0]!r} is token {other[moved[0]]} there and {own[moved[0]]} in the student's"
+        raise BadInput(
+            f"The teacher {teacher.path} numbers {len(moved)} tokens otherwise ({ids}), but distillation compares ids: "
+            "choose a teacher of the same model family."
+        )
 
 
 def run(job: Job, teacher: Path) -> Trained:

@@ -46,6 +46,15 @@ class Job:
     log: Log = lambda metrics, step: None
     warn: Callable[[Alarm], None] = lambda alarm: None  # called once per watcher
 
+    def longest(self) -> int:
+        """Return the tokens of the longest question's prompt, and of a completion that is cut."""
+        from qrl.engine import hf
+        from qrl.tasks import prompt
+
+        tokens = hf.tokenizer(self.base)
+        prompts = (prompt.render(tokens, question.question, self.template) for question in self.questions)
+        return max(map(len, prompts)) + self.settings.max_completion_tokens
+
 
 @dataclass(frozen=True)
 class Trained:

@@ -21,9 +21,13 @@ from qrl.train.qat import prepare
 
 
 def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more: Mapping[str, str] = {}) -> Trained:
-    """Train with TRL's trainer and write the outcome; raise QrlError if the base under an adapter changed in memory.
+    """Train with TRL's trainer and write the outcome.
 
-    `more` has digests of further inputs, by what they are, which processes that train together compare.
+    Args:
+        more: digests of further inputs, by what they are, which processes that train together compare.
+
+    Raises:
+        QrlError: trained weights are no numbers, or the base under an adapter changed in memory.
     """
     from transformers import PrinterCallback
 
@@ -51,8 +55,11 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
     seconds = time.perf_counter() - began
     state = sharded.gathered(trainer)
     frozen.check(state)
-    moved = save.moved(model, base, state) if process.rank() == 0 and not job.settings.adapter else {}
-    if process.rank() == 0:
+    moved = {}
+    if process.rank() == 0:  # which has the whole state
+        if name := policy.first_nonfinite(model.named_parameters() if state is None else state.items()):
+            raise QrlError(f"Training has left NaN or infinity in {name}: lower train.learning_rate. Nothing is kept.")
+        moved = {} if job.settings.adapter else save.moved(model, base, state)
         save.trained(model, base, job, state)
     trainer.accelerator.wait_for_everyone()
     return Trained(

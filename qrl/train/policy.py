@@ -5,8 +5,9 @@ double quantization (arXiv 2305.14314, sections 3 and 4). The reference policy i
 """
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -19,7 +20,8 @@ from qrl.recipe import PACKED, Train
 
 RECORD = "qrl_base.json"  # beside an adapter: what it was trained over
 HEADS = ("lm_head", "embed_out", "output")  # output heads: TRL reads their weights without any adapter
-BYTES = 16  # per parameter in full training: master 4, gradient 4, AdamW 8; a reference takes 4 more
+GRADIENTS, MOMENTS, REFERENCE, TEACHER = "gradients", "AdamW's moments", "the reference", "the teacher"  # of `resident`
+_STORED = {"fp32": 4, "bf16": 2, "int8": 1, "nf4": 0.5}  # bytes of a weight, at least
 
 
 def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
@@ -44,17 +46,36 @@ def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
             raise BadInput(f"train.lora_targets names '{target}', which is no linear of the model: give {leaves}.")
 
 
-def check_memory(settings: Train, tensors: Mapping[str, Entry], device: str) -> None:
-    """Raise BadInput if the weights, their gradients, the optimizer and a reference cannot fit into memory.
+def resident(settings: Train, parameters: int, teacher: int = 0) -> dict[str, float]:
+    """Return the least bytes that training holds in the memory of each process, by what they are.
 
     Activations and the KV cache are not counted, nor is an adapter, which is small; FSDP's processes share the rest.
-    Where accelerate's own settings may keep a part of it in the host's memory, nothing is checked.
+    Where accelerate's own settings may keep a part of it in the host's memory, only the teacher is counted.
+
+    Args:
+        parameters: of the model.
+        teacher: parameters of a distillation's teacher; its linears are stored as they are computed.
     """
-    if settings.adapter or process.zero() or os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-        return
-    shares = process.world_size() if process.sharded() else 1
-    weights = sum(entry.numel for entry in tensors.values()) / shares
-    have, without = _memory_bytes(device), weights * BYTES
+    shares = {"process": 1, "sharded": process.world_size(), "server": math.inf}[settings.teacher_placement]
+    scores = {TEACHER: _STORED[settings.compute] * teacher / shares} if teacher else {}
+    if process.zero() or os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+        return scores
+    held = parameters / (process.world_size() if process.sharded() else 1)
+    if settings.adapter:
+        return {"weights": _STORED[settings.storage] * held} | scores
+    reference = {REFERENCE: 4 * held} if settings.beta else {}
+    return {"weights": 4 * held, GRADIENTS: 4 * held, MOMENTS: 8 * held} | reference | scores
+
+
+def check_memory(settings: Train, tensors: Mapping[str, Entry], device: str, teacher: int = 0) -> None:
+    """Raise BadInput if what full training holds, a reference and a teacher too, exceeds the device's whole memory.
+
+    Args:
+        teacher: parameters of a distillation's teacher.
+    """
+    held = {} if settings.adapter else resident(settings, sum(entry.numel for entry in tensors.values()), teacher)
+    have, scores, reference = _memory_bytes(device), held.pop(TEACHER, 0), held.pop(REFERENCE, 0)
+    without = sum(held.values())
     if without > have:
         ways = [] if settings.teacher or settings.algorithm == "sft" else ["train.method = lora or qlora"]
         ways += ["train.parallel = fsdp2 on more GPUs"] if device == "cuda" and settings.algorithm != "sft" else []
@@ -62,7 +83,12 @@ def check_memory(settings: Train, tensors: Mapping[str, Entry], device: str) -> 
             f"train.method = full keeps master weights, gradients and AdamW's two moments in fp32: {_gib(without)} "
             f"for this model, but this {device} has {_gib(have)}: {' or '.join(['take a smaller model', *ways])}."
         )
-    if settings.beta and (need := without + 4 * weights) > have:
+    if (need := without + scores) > have:
+        raise BadInput(
+            f"The teacher needs {_gib(scores)} beside the {_gib(without)} of full training, but this {device} has "
+            f"{_gib(have)}: take a smaller one, or set train.teacher_placement = server."
+        )
+    if (need := without + reference) > have:
         raise BadInput(
             f"train.beta = {settings.beta:g} with train.method = full keeps a second copy of the weights as the "
             f"reference: {_gib(need)} with the optimizer, but this {device} has {_gib(have)}: set "
@@ -94,6 +120,9 @@ def load(base: Path, settings: Train, device: str):
     """Return the base stored as the recipe says, on the CPU, or on this process's GPU where bitsandbytes packs it.
 
     Full training and a base in fp32 get fp32 weights: at RL's learning rates, bf16 masters would lose most updates.
+
+    Raises:
+        BadInput: a weight is not finite, or bitsandbytes packs none.
     """
     storage, compute = settings.storage, getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[settings.compute])
     options = {}
@@ -101,6 +130,8 @@ def load(base: Path, settings: Train, device: str):
         place = f"cuda:{process.local_rank()}" if device == "cuda" else "cpu"
         options = {"quantization_config": pretrained.bitsandbytes(storage, compute), "device_map": {"": place}}
     model = pretrained.load(base, dtype=torch.float32 if storage == "fp32" else compute, **options)
+    if name := first_nonfinite(model.named_parameters()):
+        raise BadInput(f"{base} holds NaN or infinity in {name}: give weights that are finite.")
     for _, module in packed(model):
         # Else the first forward pass on some CPUs repacks codes in place (README.md, traps that are closed).
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -110,6 +141,12 @@ def load(base: Path, settings: Train, device: str):
     if device == "cpu":
         attention.use_grouped(model)
     return model
+
+
+def first_nonfinite(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:
+    """Return the name of the first weight that holds NaN or infinity, if one does."""
+    floats = ((name, weight) for name, weight in weights if weight.is_floating_point() and weight.numel())
+    return next((name for name, weight in floats if not all(map(math.isfinite, torch.aminmax(weight.detach())))), None)
 
 
 def compute_in_fp32(model) -> None:

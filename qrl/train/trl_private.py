@@ -2,7 +2,7 @@
 
 TRL's link to vLLM is replaced. Weights are sent out of place (`rollout.sync`), as codes, or as an adapter for a slot.
 Completions come as token ids and flat log-probabilities (3.0 s instead of 7.1). A colocated engine can hold FP8 or a
-format's codes. The seed of a rollout follows from recipe and step, so that a resumed run samples the same.
+format's codes. The seed of a colocated rollout follows from recipe and step, so that a resumed run samples the same.
 """
 
 import functools

@@ -28,6 +28,14 @@ def test_every_field_reads_back_the_text_that_it_is_logged_as():
     assert recipe.load("tiny", loaded.flat()) == loaded
 
 
+@pytest.mark.parametrize("key", ["rollout.server", "train.teacher_server"])
+def test_a_servers_address_names_its_protocol(key):
+    assert recipe.load("tiny", {key: "https://host:8001/"}).flat()[key] == "https://host:8001/"
+    for wrong in ("localhost:8001", "ftp://127.0.0.1:9", "http://"):
+        with pytest.raises(BadInput, match=key):
+            recipe.load("tiny", {key: wrong})
+
+
 def test_overrides_win_over_the_file():
     assert recipe.load("tiny", {"train.steps": "7", "quantize.schemes": "nf4"}).train.steps == 7
     assert recipe.load("tiny", {"quantize.schemes": "nf4"}).quantize.schemes == ("nf4",)

@@ -1,5 +1,6 @@
 """Adapters over a base in bf16, INT8 or NF4: the base does not change, it is the reference, and the merge is exact."""
 
+import contextlib
 import functools
 import json
 import shutil
@@ -211,8 +212,10 @@ def test_every_trainer_of_all_weights_counts_memory_before_it_loads(changes, way
         return
     with pytest.raises(BadInput, match=rf"AdamW's .* this cpu has 0 GiB: {ways}\.$"):
         check(base, asked)
-    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")  # in the host's memory
-    check(base, asked)
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")  # in the host's memory, but for a teacher
+    teacher = pytest.raises(BadInput, match=r"The teacher needs .*train\.teacher_placement = server")
+    with teacher if asked.settings.teacher else contextlib.nullcontext():
+        check(base, asked)
 
 
 def test_a_packed_base_is_refused_under_fsdp(monkeypatch):

@@ -6,6 +6,7 @@ QRL_VLLM_PYTHON=…/bin/python pytest -m slow tests/train/test_distill_server.py
 
 import functools
 import json
+import math
 import os
 import socket
 import subprocess
@@ -136,6 +137,31 @@ def test_a_server_that_ends_while_training_is_a_sentence(served):
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(QrlError, match=r"gave no scores .*: start it again as before, and run the same command"):
         found(lambda model: None, ids, torch.ones_like(ids), torch.ones(1, 2, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    ("answer", "sentence"),
+    [
+        ({}, "returns no prompt_logprobs, so it is no vLLM server"),
+        ({"prompt_logprobs": [None, {"7": {"rank": 1, "logprob": "much"}}]}, "could not convert string to float"),
+        ({"prompt_logprobs": [None, {"7": {"rank": 1, "logprob": math.nan}}]}, "a log-probability is no number"),
+        ({"prompt_logprobs": [None, {"-1": {"rank": 1, "logprob": -1.0}}]}, "it knows a token -1, but"),
+        ({"prompt_logprobs": [None, ["7"]]}, "no attribute 'items'"),
+    ],
+)
+def test_scores_that_are_none_are_refused(answer, sentence):
+    class Nonsense(StandIn):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(200, {"choices": [answer]})
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Nonsense) as there:
+        threading.Thread(target=there.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{there.server_address[1]}"
+        found = server.Server(SMALL.model_copy(update={"teacher_server": address, "distill_top_k": 1}), 512)
+        with pytest.raises(server.Refused, match=sentence):
+            found.likeliest([5, 6], 1)
+        there.shutdown()
 
 
 def test_the_default_placement_leaves_keys_as_they_were():

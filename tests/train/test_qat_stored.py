@@ -140,7 +140,7 @@ UNFIT = {
     "no scheme": ("weights: {num_bits: 3.5}", "is no format to train in"),
     "no mapping": ("[1]", "holds a list, but a mapping"),
     "no YAML": ("{", "is no format to train in"),
-    "an unknown field": ("weight: {num_bits: 4}", "is no format to train in"),
+    "an unknown field": ("weight: {num_bits: 4}", r"\(weight: Extra inputs are not permitted\): expected"),
     "an unknown strategy": ("weights: {strategy: row}", "is no format to train in"),
     "no weights": ("input_activations: {num_bits: 8, strategy: token, dynamic: true}", "it needs weights"),
     "three bits": ("weights: {num_bits: 3, strategy: channel}", "weights are 3 int channel"),

@@ -1,13 +1,9 @@
 """The weights sent to a rollout engine, the measure of its gap, and its checks; without GPU and vLLM."""
 
-import contextlib
-import http.server
 import importlib.util
-import json
 import math
 import re
 import sys
-import threading
 from types import SimpleNamespace
 
 import numpy
@@ -18,7 +14,6 @@ from hypothesis import strategies as st
 
 from qrl import process, recipe, tiny
 from qrl.errors import BadInput, QrlError
-from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout, Train
 from qrl.study import build
 from qrl.tracking import keys
@@ -320,14 +315,21 @@ def test_an_engine_that_cannot_start_says_why_and_what_to_do(raised, fixed, sent
 @pytest.mark.parametrize(
     ("settings", "train", "teacher", "needed"),
     [
-        (VLLM, Train(), 0, 24 + 4),  # 0.3 of 80 GiB, and 2**30 parameters in fp32
+        (VLLM, Train(), 0, 24 + 4 + 8),  # 0.3 of 80 GiB, 2**30 parameters in fp32, and AdamW's moments
+        (Rollout(engine="vllm", sleep="off"), Train(), 0, 24 + 4 + 8 + 4),  # beside gradients, too
+        (VLLM, Train(beta=0.1), 0, 24 + 4 + 8 + 4),
+        (Rollout(), Train(), 0, 16),
+        (Rollout(engine="vllm", mode="server", server="http://a:1"), Train(), 0, 16),
+        (Rollout(), Train(teacher="t"), 8 * GIB, 16 + 32),
+        (Rollout(engine="vllm", kv_cache_gib=5, quantization="real"), Train(qat="int4"), 0, 5 + 0.5 + 4 + 8),
+        (Rollout(engine="vllm", kv_cache_gib=5, quantization="real"), Train(qat="fp8"), 0, 5 + 1 + 4 + 8),
         (Rollout(engine="vllm", kv_cache_gib=5), Train(method="lora", dtype="bf16"), 0, 5 + 2 + 2),
         (Rollout(engine="vllm", kv_cache_gib=5, quantization="fp8"), Train(method="qlora"), 0, 5 + 1 + 0.5),
-        (VLLM, Train(teacher="t"), 8 * GIB, 24 + 4 + 32),
-        (VLLM, Train(teacher="t", dtype="bf16"), 8 * GIB, 24 + 4 + 16),
-        (VLLM, Train(teacher="t", teacher_placement="sharded"), 8 * GIB, 24 + 4 + 16),
-        (VLLM, Train(teacher="t", teacher_placement="sharded", dtype="bf16"), 8 * GIB, 24 + 4 + 8),
-        (VLLM, Train(teacher="t", teacher_placement="server", teacher_server="http://a:1"), 8 * GIB, 24 + 4),
+        (VLLM, Train(teacher="t"), 8 * GIB, 24 + 12 + 32),
+        (VLLM, Train(teacher="t", dtype="bf16"), 8 * GIB, 24 + 12 + 16),
+        (VLLM, Train(teacher="t", teacher_placement="sharded"), 8 * GIB, 24 + 12 + 16),
+        (VLLM, Train(teacher="t", teacher_placement="sharded", dtype="bf16"), 8 * GIB, 24 + 12 + 8),
+        (VLLM, Train(teacher="t", teacher_placement="server", teacher_server="http://a:1"), 8 * GIB, 24 + 12),
     ],
 )
 def test_too_little_free_memory_is_refused_before_any_weight_is_loaded(settings, train, teacher, needed, monkeypatch):
@@ -336,10 +338,26 @@ def test_too_little_free_memory_is_refused_before_any_weight_is_loaded(settings,
     free = int(needed * GIB)
     memory.check(settings, train, GIB, teacher)
     free -= 1
-    with pytest.raises(BadInput, match=r"of the GPU's 80\.0 GiB are free.*kv_cache_gib"):
+    beside = settings.engine == "vllm" and settings.mode == "colocate"
+    remedy = r"rollout\.kv_cache_gib" if beside else "take a smaller model"
+    with pytest.raises(BadInput, match=rf"of the GPU's 80\.0 GiB are free.*{remedy}") as refused:
         memory.check(settings, train, GIB, teacher)
-    memory.check(Rollout(), train, GIB, teacher)
-    memory.check(Rollout(engine="vllm", mode="server", server="http://a:1"), train, GIB, teacher)
+    counted = teacher and train.teacher_placement != "server"
+    assert ("train.teacher_placement = server" in str(refused.value)) == bool(counted)
+
+
+def test_what_is_not_known_of_deepspeed_is_not_counted(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (24 * GIB, 80 * GIB))
+    memory.check(VLLM, Train(), GIB)
+
+
+def test_an_engine_sleeps_where_a_teacher_leaves_too_little(monkeypatch):
+    student, card = SimpleNamespace(parameters=lambda: iter([torch.nn.Parameter(torch.empty(2**20))])), 80 * 2**20
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=card))
+    for held, sleeps in ((0, False), (8 * 2**20, True)):  # 4 + 12 MiB of training, 16 of the engine, of 40 for these
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device, held=held: held)
+        assert vllm_engine.sleeps(Rollout(engine="vllm", gpu_memory_utilization=0.21), student) == sleeps
 
 
 def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeypatch):
@@ -352,8 +370,6 @@ def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeyp
         rollout.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train(qat="int4"))
     with pytest.raises(BadInput, match="No rollout server answers"):
         rollout.check(Rollout(engine="vllm", mode="server", server="http://127.0.0.1:9"), "cuda", Train())
-    with pytest.raises(BadInput, match="No rollout server answers"):
-        checks.check_server(Rollout(server="nonsense"))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(BadInput, match="FSDP"):
         rollout.check(VLLM, "cuda", Train(method="lora"))
@@ -425,105 +441,14 @@ def test_no_shipped_recipe_sets_what_nothing_heeds(name):
     rollout.check_heeded(recipe.load(name).rollout)
 
 
-def test_a_server_that_stores_otherwise_than_the_recipe_says_is_refused():
-    plain = {"model_config": {"quantization": None}, "cache_config": {"cache_dtype": "auto"}}
-    narrow = {"model_config": {"quantization": "fp8_per_tensor"}, "cache_config": {"cache_dtype": "fp8"}}
-    checks.check_server_storage(plain, Rollout())
-    checks.check_server_storage(narrow, Rollout(quantization="fp8", kv_cache="fp8"))
-    with pytest.raises(BadInput, match="start it with --quantization fp8_per_tensor"):
-        checks.check_server_storage(plain, Rollout(quantization="fp8"))
-    with pytest.raises(
-        BadInput, match=r"keys and values as auto, but rollout\.kv_cache = fp8: start it with --kv-cache-dtype fp8"
-    ):
-        checks.check_server_storage(plain, Rollout(kv_cache="fp8"))
-    with pytest.raises(BadInput, match=r"keys and values as fp8.* without --kv-cache-dtype"):
-        checks.check_server_storage(narrow, Rollout(quantization="fp8"))
-
-
-def server_info(name: str, **changed) -> dict:
-    """Return what vLLM's server reports about a format that `rollout_server` was started with."""
-    config = operation.engine_config(name)
-    overrides = {"quantization_config": config | changed} if config else {}
-    model = {"quantization": operation.METHOD if config else None, "hf_overrides": overrides}
-    return {"model_config": model, "cache_config": {"cache_dtype": "auto"}}
-
-
-def test_a_server_that_does_not_round_as_training_does_is_refused():
-    for name in ("none", "int4", "nvfp4-a4", "fp8"):
-        checks.check_server_storage(server_info(name), VLLM, name)
-    for theirs, qat, sentence in (
-        (server_info("none"), "fp8", r"rounds no activations, but train\.qat = fp8 does: .*rollout_server fp8"),
-        (server_info("fp8"), "nvfp4-a4", r"rounds activations as train\.qat = nvfp4-a4 does not"),
-        (server_info("fp8"), "int4", r"rounds activations as train\.qat = int4 does not"),
-        (server_info("fp8", version="0"), "fp8", "has version 0 of qrl's formats, but training"),
-    ):
-        with pytest.raises(BadInput, match=sentence):
-            checks.check_server_storage(theirs, VLLM, qat)
-
-
-@pytest.mark.parametrize(
-    ("theirs", "workers", "ours", "refused"),
-    [
-        (None, 2, None, True),
-        (None, 1, None, True),
-        ("0,1", 2, "1", True),
-        ("1", 1, "1", True),
-        ("GPU-a", 1, "GPU-a", True),
-        ("1", 1, None, False),
-        ("0,1", 1, "1", False),  # it sees two and uses the first
-        ("0,1", 2, "2", False),
-        (None, 2, "2,3", False),
-    ],
-)
-def test_a_server_on_trainings_gpu_is_refused_before_nccl_waits(theirs, workers, ours, refused):
-    with (
-        pytest.raises(BadInput, match=f"no two processes on one GPU: .* together they need {workers + 1} GPUs")
-        if refused
-        else contextlib.nullcontext()
-    ):
-        checks.check_apart(theirs, workers, ours)
-
-
-SERVERS = {  # what a server answers, and what is wrong with it
-    "the same": ("0.31.0", "fp8", ""),
-    "another build": ("0.31.0+cpu", "fp8", ""),
-    "another vLLM": ("0.25.1", "fp8", r"runs vLLM 0\.25\.1, but this environment has 0\.31\.0"),
-    "no version": (None, "fp8", "runs vLLM None"),
-    "training's GPU": ("0.31.0", "fp8", "computes on GPU 3, 4 of this machine, .* would send weights from GPU 3"),
-    "a GPU of training's second process": ("0.31.0", "fp8", ""),  # the first one alone sends weights
-    "no plugin": ("0.31.0", "none", r"rounds no activations, but train\.qat = fp8 does"),
-    "no development endpoints": ("0.31.0", None, "No rollout server answers at .*Not Found"),
-}
-
-
-@pytest.mark.parametrize("name", SERVERS)
-def test_a_server_that_computes_otherwise_is_refused_before_any_weight_is_loaded(name, monkeypatch):
-    version, format_of_server, sentence = SERVERS[name]
-    answers = {"/version": {"version": version}}
-    if format_of_server:
-        config = server_info(format_of_server) | {"parallel_config": {"world_size": 2}}
-        seen = f"CUDA_VISIBLE_DEVICES={'3,4,5' if 'GPU' in name else '0,1'}\n"
-        environment = {"env_vars": f"NCCL_DEBUG=WARN\n{seen}"}
-        answers["/server_info?config_format=json"] = {"vllm_config": config, "system_env": environment}
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.send_response(200 if self.path in answers else 404)
-            self.end_headers()
-            self.wfile.write(json.dumps(answers.get(self.path)).encode())
-
-        def log_message(self, *_):
-            pass
-
-    monkeypatch.setattr(checks, "_vllm_version", lambda: "0.31.0")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    monkeypatch.setenv("RANK", str(int("second" in name)))
-    with http.server.HTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        settings = Rollout(engine="vllm", mode="server", server=f"http://127.0.0.1:{server.server_port}")
-        with pytest.raises(BadInput, match=sentence) if sentence else contextlib.nullcontext():
-            rollout.check(settings, "cuda", Train(qat="fp8"))
-        server.shutdown()
+def test_a_distillation_reads_no_probability_of_the_engine():
+    distils = Train(teacher="t", temperature=0.7, top_p=0.9)
+    rollout.check(VLLM, "cuda", distils)
+    with pytest.raises(BadInput, match=r"train\.top_p = 0\.9"):
+        rollout.check(VLLM, "cuda", distils.model_copy(update={"teacher": ""}))
+    for key, value in {"is_correction": "sequence_mask", "max_engine_kl": 1.0}.items():
+        with pytest.raises(BadInput, match=rf"rollout\.{key} = {value} has no effect where train\.teacher distils"):
+            rollout.check(VLLM.model_copy(update={key: value}), "cuda", Train(teacher="t"))
 
 
 @pytest.mark.parametrize("key", ["quantization", "kv_cache"])

@@ -3,24 +3,30 @@
 QRL_VLLM_PYTHON=…/bin/python pytest -m slow tests/train/test_rollouts_vllm.py  # uses an existing environment
 """
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
 from peft import get_peft_model
 from safetensors.torch import save_file
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 import qrl
 from qrl import tasks, tiny
 from qrl.engine import hf
+from qrl.errors import BadInput
 from qrl.formats.fakequant import rounding
-from qrl.recipe import Train
+from qrl.recipe import Rollout, Train
 from qrl.tasks import prompt
 from qrl.train import loop, policy
-from qrl.train.rollout import engine_gap, sync
+from qrl.train.rollout import engine_gap, server, sync
 
 SYNCS, PROMPTS, TOKENS = 10, 24, 24
 UPDATE = {"qlora": 0.01, "full": 0.05}  # an adapter's weights move by this, a model's own by this share of their spread
@@ -207,6 +213,38 @@ def test_a_servers_sync_keeps_its_tensors_in_place_and_refuses_scales_that_are_n
     assert done.returncode == 0, done.stderr[-3000:]
     assert "but the training with 0: run both from the same version of qrl." in done.stdout
     assert "qkv got the activation scales 3, nan, 3, but needs one positive number: calibrate again." in done.stdout
+
+
+@pytest.mark.slow
+def test_a_rollout_server_rounds_as_training_does_takes_weights_and_says_so(python_of, tmp_path, monkeypatch):
+    """Its processes import the plugin from a checkout, and its own report passes the checks before a training."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # of training; the server sees all
+    root, port = Path(qrl.__file__).parents[1], get_free_port()
+    words = [python_of("vllm_cpu"), "-m", "qrl.engine.rollout_server", "fp8", "--model", str(tiny.PATH)]
+    words += ["--port", str(port), "--enforce-eager", "--max-model-len", "64"]
+    own = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(root)}
+    served = Rollout(engine="vllm", mode="server", server=f"http://127.0.0.1:{port}")
+    with (tmp_path / "server.log").open("w") as log:
+        running = subprocess.Popen(words, cwd=tmp_path, env=own, stdout=log, stderr=log, start_new_session=True)
+    try:
+        until = time.monotonic() + 300
+        while not _answers(f"{served.server}/health"):
+            assert running.poll() is None and time.monotonic() < until, (tmp_path / "server.log").read_text()[-3000:]
+            time.sleep(1)
+        server.check(served, Train(qat="fp8", temperature=0.7))
+        assert server.longest(served) == 64
+        for qat in ("none", "nvfp4-a4"):
+            with pytest.raises(BadInput, match=rf"rounds activations as train\.qat = {qat} does not"):
+                server.check(served, Train(qat=qat))
+    finally:
+        os.killpg(running.pid, signal.SIGTERM)
+        running.wait(60)
+
+
+def _answers(address: str) -> bool:
+    with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5):
+        return True
+    return False
 
 
 UNROUNDED = (

@@ -208,6 +208,65 @@ def test_a_probe_asks_the_engine_and_changes_nothing_that_training_samples(engin
     assert probed.probes["accuracy"][0] == sum(verdict.strict for verdict in right) / 8
 
 
+class FakeClient(FakeEngine):
+    """TRL's client of a server, without one: it takes what is announced, and samples some of each prompt."""
+
+    def __init__(self, **_):
+        super().__init__([])
+        self.announced: list[list[str]] = []
+
+    def init_communicator(self, device):
+        pass
+
+    def update_named_params(self, metadata, named_params):
+        sent = list(named_params)
+        assert [(n, str(w.dtype).removeprefix("torch."), list(w.shape)) for n, w in sent] == metadata
+        self.announced.append([name for name, *_ in metadata])
+        self.load(None, iter(sent), reloads=False)
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset")
+
+    def generate(self, prompts, features, *, n, temperature, max_tokens, logprobs, **_):
+        each = [ids for ids in prompts for _ in range(n)]
+        more = {"logprobs": logprobs}
+        ids, scores = super().generate(None, each, temperature=temperature, max_tokens=max_tokens, more=more)
+        return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": [[[one] for one in row] for row in scores]}
+
+
+@pytest.mark.parametrize("qat", ["none", "int8", "nvfp4-a4"])
+def test_a_server_is_sent_what_the_loss_multiplies_by_and_asked_for_whole_groups(qat, tmp_path, monkeypatch):
+    from trl.generation import vllm_generation
+
+    client = FakeClient()
+    monkeypatch.setattr(trl_private.sampling, "check_installed", lambda settings: None)
+    monkeypatch.setattr(trl_private.sampling, "check", lambda *args: None)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
+    monkeypatch.setattr(vllm_generation, "VLLMClient", lambda **_: client, raising=False)
+    settings = SMALL.model_copy(
+        update={"learning_rate": 1e-3, "qat": qat, "qat_calibration_samples": 2, "save_every": 1}
+    )
+    questions = tasks.load("arithmetic", "train", 20, 0)
+    data = {"base": tiny.PATH, "questions": questions[:16], "task": "arithmetic", "template": "plain", "seed": 0}
+    where = {"device": "cpu", "work": tmp_path / "work", "out": tmp_path / "model"}
+    served = Rollout(engine="vllm", mode="server", server="http://a:1")
+    probes = {"watch": Watch(probe_every=2, probe_n=4), "probed": questions[16:]}
+    history = grpo.run(Job(settings=settings, rollout=served, **data, **where, **probes)).history
+    probe, rollout = ["sync", "reset", "generate"], ["sync", "reset", "generate"]
+    assert client.calls == probe + rollout * 2 + probe and client.asked == [None, 0, 0, None]
+    scales = [name for name in client.announced[0] if name.endswith("input_global_scale")]
+    assert len(scales) == (28 if qat == "nvfp4-a4" else 0), "the rounding of activations needs a scale of each linear"
+    assert client.announced[0][: len(scales)] == scales and client.announced == client.announced[:1] * 4
+    assert {name for name, _ in client.model.named_parameters()} == set(client.announced[0]) - set(scales)
+    if qat != "nvfp4-a4":  # whose inputs a plain model does not round
+        assert (history["rollout_kl_k3"] < 2e-3).all() and (history["rollout_token_ess"] > 0.99).all()
+    student = AutoModelForCausalLM.from_pretrained(tmp_path / "work" / "checkpoint-2", dtype=torch.float32)
+    if qat != "none":
+        attach(student, qat)
+    for name, weight in sync.named_weights(student, torch.bfloat16):
+        assert torch.equal(client.model.get_parameter(name), weight.float()), name  # as the last probe was answered
+
+
 def test_a_distillation_samples_from_the_engine_with_the_students_present_weights(engine, tmp_path):
     settings = SMALL.model_copy(update={"learning_rate": 1e-3, "save_every": 1, "qat": "int8"})
     data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 16, 0), "task": "arithmetic"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pydantic
+
 from qrl.errors import BadInput
 from qrl.formats.fakequant import rounding
 from qrl.recipe import documents
@@ -34,13 +36,20 @@ def read(path: Path) -> QuantizationScheme:
             raise TypeError("it holds no mapping")
         scheme = QuantizationScheme.model_validate({"targets": ["Linear"], **fields})
     except (BadInput, ValueError, TypeError, NotImplementedError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(_said(error).split())[:300]
         expected = "the fields of compressed-tensors' QuantizationScheme, such as weights: {num_bits: 4, type: int, …}"
         raise BadInput(f"{path} is no format to train in ({reason}): expected {expected}.") from None
     for unfit, expected in _rules(scheme):
         if unfit:
             raise BadInput(f"{path} is no format that training can compute: {expected}.")
     return scheme
+
+
+def _said(error: Exception) -> str:
+    """Return an error's message; of pydantic's the fields and what is wrong with each."""
+    if not isinstance(error, pydantic.ValidationError):
+        return str(error)
+    return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
 
 
 def _rules(scheme: QuantizationScheme):

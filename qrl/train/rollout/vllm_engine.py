@@ -1,7 +1,7 @@
 """vLLM in the training process: create an engine, load weights, sample, sleep and wake; whose random numbers it draws.
 
-This file depends on vLLM's version, as does `engine/vllm_fakequant`. On an H200 studies ran with 0.31.0, which
-`projects/vllm` pins, and most measurements with 0.25.1. Others that TRL 1.16 supports, from 0.22 on, are expected to
+This file depends on vLLM's version, as does `engine/vllm_fakequant`. On H100s and H200s studies ran with 0.31.0, which
+`projects/vllm` pins, and older measurements with 0.25.1. Others that TRL 1.16 supports, from 0.22 on, are expected to
 differ only in options that they have or lack.
 """
 
@@ -273,17 +273,26 @@ def wake(engine: LLM, part: str) -> None:
 
 
 def sleeps(settings: Rollout, model) -> bool:
-    """Return whether a colocated engine gives its memory back during updates; `auto` depends on model and GPU."""
+    """Return whether a colocated engine gives its memory back during updates.
+
+    `auto` depends on the model, the GPU, and what else training holds there: a teacher, or a reference.
+    """
     if settings.sleep != "auto":
         return settings.sleep == "on"
     weights = list(model.parameters())
-    stored = sum(weight.numel() * weight.element_size() for weight in weights)
+    stored = sum(map(_bytes, weights))
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    card = torch.cuda.get_device_properties(process.local_rank()).total_memory  # FSDP has put nothing there so far
+    card = torch.cuda.get_device_properties(process.local_rank()).total_memory
+    # FSDP has put nothing of the model there so far.
+    beside = torch.cuda.memory_allocated(process.local_rank()) - sum(_bytes(each) for each in weights if each.is_cuda)
     cache = settings.kv_cache_gib
     share = settings.gpu_memory_utilization if cache is None else (cache * 2**30 + stored) / card
     parts = process.world_size() if process.sharded() else 1
-    return memory_is_short(stored // parts, trained // parts, share, card)
+    return memory_is_short(stored // parts + beside, trained // parts, share, card)
+
+
+def _bytes(weight: torch.Tensor) -> int:
+    return weight.numel() * weight.element_size()
 
 
 def memory_is_short(stored: int, trained: int, share: float, card: int) -> bool:

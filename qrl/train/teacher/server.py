@@ -6,7 +6,9 @@ environment, and TRL's loss for a server takes one token where KL is reversed; b
 """
 
 import json
+import math
 import random
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from qrl.errors import BadInput, QrlError
 from qrl.recipe import Train
 from qrl.tasks import prompt
 from qrl.train.job import Job
+from qrl.train.rollout.server import UNUSABLE, absent, reason
 from qrl.train.teacher import Likeliest
 
 MAX_KL = 0.01  # nats per token, from the server's likeliest tokens to those of the checkpoint, read here
@@ -39,10 +42,9 @@ class Server:
         try:
             with urllib.request.urlopen(f"{self.address}/v1/models", timeout=_ANSWER_S) as answer:
                 (model, *_) = json.load(answer)["data"]
-                self.model, self.longest = model["id"], model.get("max_model_len")
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            where = f"train.teacher_server = {self.address} ({getattr(error, 'reason', error)})"
-            raise BadInput(f"No teacher's server answers at {where}: {_START}.") from None
+                self.model, self.longest = model["id"], int(model.get("max_model_len") or sys.maxsize)
+        except UNUSABLE as error:
+            raise absent(error, "teacher's server", f"train.teacher_server = {self.address}", _START) from None
 
     def __call__(self, score: Callable[[nn.Module], Tensor], ids: Tensor, mask: Tensor, valid: Tensor) -> Likeliest:
         texts = [row[kept].tolist() for row, kept in zip(ids, mask.bool(), strict=True)]
@@ -68,14 +70,16 @@ class Server:
         request = urllib.request.Request(f"{self.address}/v1/completions", json.dumps(wanted).encode(), head)
         try:
             with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:
-                positions = json.load(answer)["choices"][0]["prompt_logprobs"][-count:]
+                positions = (json.load(answer)["choices"][0].get("prompt_logprobs") or ())[-count:]
+            if len(positions) < count:
+                raise Refused("it returns no prompt_logprobs, so it is no vLLM server")
             scores, tokens = zip(*(_ranked(position, self.top_k) for position in positions), strict=True)
         except urllib.error.HTTPError as error:
             raise Refused(_sentence(error.read())) from None
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-            raise Refused(f"{type(error).__name__}: {getattr(error, 'reason', error)}") from None
-        if (largest := max(map(max, tokens))) >= self.vocabulary:
-            raise Refused(f"it knows a token {largest}, but the teacher's checkpoint {self.vocabulary} tokens")
+        except UNUSABLE as error:
+            raise Refused(f"{type(error).__name__}: {reason(error)}") from None
+        if unknown := [token for row in tokens for token in row if not 0 <= token < self.vocabulary]:
+            raise Refused(f"it knows a token {max(unknown)}, but the teacher's checkpoint {self.vocabulary} tokens")
         return Likeliest(torch.tensor(scores), torch.tensor(tokens))
 
 
@@ -86,16 +90,19 @@ class Refused(Exception):
 def _sentence(body: bytes) -> str:
     """Return the reason in OpenAI's form of an error, else the body's start."""
     try:
-        return json.loads(body)["error"]["message"]
+        reason = json.loads(body)["error"]["message"]
     except (ValueError, LookupError, TypeError):
-        return " ".join(body.decode(errors="replace").split())[:300]
+        reason = body.decode(errors="replace")
+    return " ".join(str(reason).split())[:300]
 
 
 def _ranked(position: dict[str, dict], count: int) -> tuple[list[float], list[int]]:
     """Return a position's likeliest tokens: log-probabilities and ids. The text's own token may come beside them."""
-    ranked = sorted((entry["rank"], entry["logprob"], int(token)) for token, entry in position.items())[:count]
+    ranked = sorted((entry["rank"], float(entry["logprob"]), int(token)) for token, entry in position.items())[:count]
     if len(ranked) < count:
         raise ValueError(f"{len(ranked)} tokens at a position, but {count} were asked for")
+    if not all(math.isfinite(logprob) for _, logprob, _ in ranked):
+        raise ValueError("a log-probability is no number")
     return [logprob for _, logprob, _ in ranked], [token for *_, token in ranked]
 
 
@@ -111,14 +118,13 @@ def check(teacher: checkpoint.Checkpoint, job: Job) -> None:
         BadInput: no server answers, its texts are too short, its vocabulary is another one, or it returns too few
             tokens.
     """
-    server, tokens = of(teacher, job.settings), hf.tokenizer(teacher.path)
-    asked = [prompt.render(tokens, question.question, job.template) for question in job.questions]
-    longest = max(map(len, asked)) + job.settings.max_completion_tokens
-    if server.longest is not None and longest >= server.longest:
+    server, longest = of(teacher, job.settings), job.longest()
+    if longest >= server.longest:
         what = f"The teacher's server at {server.address} takes {server.longest} tokens, but training sends {longest}"
         raise BadInput(f"{what}, and it samples one more: start it with --max-model-len {longest + 1}.")
+    asked = prompt.render(hf.tokenizer(teacher.path), job.questions[0].question, job.template)
     try:
-        server.likeliest([*asked[0], server.vocabulary - 1], len(asked[0]))
+        server.likeliest([*asked, server.vocabulary - 1], len(asked))
     except Refused as error:
         what = f"The teacher's server at {server.address} cannot score with train.distill_top_k = {server.top_k} tokens"
         remedy = f"start it with {teacher.path} and --max-logprobs {server.top_k}"

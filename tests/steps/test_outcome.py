@@ -1,0 +1,21 @@
+"""The command that a step prints at its end."""
+
+import pytest
+
+from qrl import recipe
+from qrl.steps import outcome
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "scheme"),
+    [
+        ("tiny", {}, "nf4"),
+        ("tiny", {"train.qat": "mxfp4"}, "rtn-mxfp4"),
+        ("tiny", {"train.qat": "int4", "quantize.schemes": "awq"}, "rtn-int4"),
+        ("qad-int4", {}, "rtn-int4"),
+        ("tiny", {"train.qat": "formats/own.yaml", "quantize.schemes": "rtn-file"}, "rtn-file"),
+    ],
+)
+def test_a_trained_model_is_quantized_next_by_the_scheme_that_it_was_trained_for(name, changes, scheme, capsys):
+    outcome.model(recipe.load(name, changes), "models:/m-1")
+    assert f"quantize --scheme {scheme} --models base=qrl-tiny," in capsys.readouterr().out
