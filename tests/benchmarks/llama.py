@@ -25,7 +25,7 @@ from qrl import tiny
 FORMATS = ("nvfp4-a4", "nvfp4-a16")
 OF_TASK = {"task": "arithmetic", "prompt": "plain", "machine": "any"}
 TRAIN = {"steps": 6, "prompts_per_step": 12, "questions": 1000, "learning_rate": 4e-5, "max_completion_tokens": 80}
-TRAIN |= {"max_ngram_share": 1.0, "micro_batch": 24, "qat_calibration_max_tokens": None}
+TRAIN |= {"max_ngram_share": 1.0, "micro_batch": 24, "qat_calibration_max_tokens": 256}
 ANSWERS = {"evaluate": {"n": 500, "batch_size": 128, "max_new_tokens": 96}}
 PLACES = {
     "cpu": {

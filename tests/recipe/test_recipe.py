@@ -357,7 +357,7 @@ def test_a_users_reward_does_not_take_the_name_of_something_else_that_training_l
 def test_qwen3_answers_without_thinking_within_the_default_health_limits():
     limits = [key for key in recipe.fields() if re.match(r"evaluate\.(min|max)_.*_rate", key)]
     named = [recipe.load(name) for name in recipe.names() if "qwen3" in name]
-    assert len(limits) == 5 and len(named) == 4
+    assert len(limits) == 5 and len(named) == 5
     for loaded in named:
         assert loaded.chat.template_kwargs == {"enable_thinking": False}
         assert all(loaded.flat()[key] == recipe.load("tiny").flat()[key] for key in limits)
