@@ -22,11 +22,14 @@ def adapter(address: str) -> None:
 
 def model(recipe: Recipe, address: str) -> None:
     """Print a trained model in full precision; it is quantized next, and the model before training with it."""
-    trained_for = f"{names.ROUNDED_PREFIX}{recipe.train.qat}"  # stores the codes that training computed with
-    scheme = trained_for if trained_for in names.ROUNDED else recipe.quantize.schemes[0]
+    how, qat = {"scheme": recipe.quantize.schemes[0]}, recipe.train.qat
+    if qat.endswith(".yaml"):
+        how = {"scheme": names.RTN_FILE, "quantize.format": qat}
+    elif qat != "none":
+        how = {"scheme": f"{names.ROUNDED_PREFIX}{qat}"}  # stores the codes that training computed with
     models = {names.BASE: recipe.model, recipe.train.variant: address}
     result = f"Model   {address}, {recipe.train.variant} in full precision"
-    _print(result, "quantize", {"scheme": scheme, "models": _listed(models)})
+    _print(result, "quantize", how | {"models": _listed(models)})
 
 
 def quantized(sources: Mapping[str, str], stored: Mapping[str, str]) -> None:

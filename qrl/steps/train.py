@@ -18,7 +18,7 @@ from qrl.steps import inputs, outcome, record
 from qrl.tasks import contamination, prompt, rows
 from qrl.tiny import corpus
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
-from qrl.train import Job, Trained, arguments, distill, grpo, parallel, rollout, sft, verl
+from qrl.train import Job, Trained, arguments, distill, grpo, parallel, policy, rollout, sft, verl
 from qrl.train import merge as merging
 from qrl.train.job import Alarm
 from qrl.workspace import WORK, need, workspace
@@ -111,7 +111,8 @@ def _check(job: Job, base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint
         rollout.check_installed(job.rollout)
         rollout.check_length(job)
     if job.device == "cuda" and settings.trainer == "trl":
-        rollout.check_memory(job.rollout, settings, _parameters(base), _parameters(teacher) if teacher else 0)
+        scoring = policy.parameters(teacher) if teacher else 0
+        rollout.check_memory(job.rollout, settings, policy.parameters(base), scoring)
 
 
 def _say_unused(recipe: Recipe, gpus: int) -> None:
@@ -154,11 +155,7 @@ def _bytes_written(recipe: Recipe, base: checkpoint.Checkpoint) -> int:
     if recipe.train.adapter:
         return 0
     saved = min(recipe.train.keep_checkpoints + 1, -(-recipe.train.steps // recipe.train.save_every))
-    return saved * 12 * _parameters(base) + base.bytes  # the oldest is deleted once the newest is whole
-
-
-def _parameters(base: checkpoint.Checkpoint) -> int:
-    return sum(entry.numel for entry in checkpoint.entries(base.path).values())
+    return saved * 12 * policy.parameters(base) + base.bytes  # the oldest is deleted once the newest is whole
 
 
 def check_rollouts(recipe: Recipe) -> None:

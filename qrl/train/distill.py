@@ -56,8 +56,7 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
     sharded.check(settings, job.device)
     tensors = checkpoint.entries(base.path)
     policy.check(settings, tensors)
-    scoring = sum(entry.numel for entry in checkpoint.entries(teacher.path).values())
-    policy.check_memory(settings, tensors, job.device, scoring)
+    policy.check_memory(settings, policy.parameters(base), job.device, policy.parameters(teacher))
     arguments.check(settings, len(job.questions))
     prepare.check(settings, base.path)
     if settings.teacher_placement == "server":
@@ -66,13 +65,21 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
 
 def _check_tokens(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint) -> None:
     """Raise BadInput where a token of both vocabularies has two ids; tokens that only one has may differ."""
-    own, other = (hf.tokenizer(model.path).get_vocab() for model in (base, teacher))
+    own, other = (_used_tokens(model.path) for model in (base, teacher))
     if moved := sorted(token for token in own.keys() & other.keys() if own[token] != other[token]):
         ids = f"{moved[0]!r} is token {other[moved[0]]} there and {own[moved[0]]} in the student's"
         raise BadInput(
-            f"The teacher {teacher.path} numbers {len(moved)} tokens otherwise ({ids}), but distillation compares ids: "
+            f"The teacher {teacher.path} gives {len(moved)} tokens other ids ({ids}), but distillation compares ids: "
             "choose a teacher of the same model family."
         )
+
+
+def _used_tokens(folder: Path) -> dict[str, int]:
+    """Return the ids of tokens that texts hold: Llama 3.1 moved some that Llama 3 only reserves."""
+    tokens = hf.tokenizer(folder)
+    special = {str(each) for each in tokens.added_tokens_decoder.values() if each.special}
+    unused = {each for each in special - set(tokens.all_special_tokens) if each not in str(tokens.chat_template)}
+    return {token: number for token, number in tokens.get_vocab().items() if token not in unused}
 
 
 def run(job: Job, teacher: Path) -> Trained:

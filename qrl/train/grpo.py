@@ -31,7 +31,7 @@ def check(base: checkpoint.Checkpoint, job: Job) -> None:
     tensors = checkpoint.entries(base.path)
     policy.check(job.settings, tensors)
     if job.settings.trainer == "trl":  # verl divides and offloads in its own way
-        policy.check_memory(job.settings, tensors, job.device)
+        policy.check_memory(job.settings, policy.parameters(base), job.device)
     _check_stop(job)
     arguments.check(job.settings, len(job.questions))
     reward.check(job.settings, job.questions)

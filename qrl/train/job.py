@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from qrl import tasks
     from qrl.tasks import prompt
 
+_RENDERED = 50  # questions whose tokens are counted: those of most characters
 Log = Callable[[dict[str, float], int], None]  # metrics by name, and the optimizer step
 
 
@@ -47,12 +49,12 @@ class Job:
     warn: Callable[[Alarm], None] = lambda alarm: None  # called once per watcher
 
     def longest(self) -> int:
-        """Return the tokens of the longest question's prompt, and of a completion that is cut."""
+        """Return the tokens of the longest prompt plus `train.max_completion_tokens`."""
         from qrl.engine import hf
         from qrl.tasks import prompt
 
-        tokens = hf.tokenizer(self.base)
-        prompts = (prompt.render(tokens, question.question, self.template) for question in self.questions)
+        tokens, asked = hf.tokenizer(self.base), (each.question for each in (*self.questions, *self.probed))
+        prompts = (prompt.render(tokens, question, self.template) for question in nlargest(_RENDERED, asked, key=len))
         return max(map(len, prompts)) + self.settings.max_completion_tokens
 
 

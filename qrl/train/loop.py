@@ -27,7 +27,7 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
         more: digests of further inputs, by what they are, which processes that train together compare.
 
     Raises:
-        QrlError: trained weights are no numbers, or the base under an adapter changed in memory.
+        QrlError: trained weights are NaN or infinite, or the base under an adapter changed in memory.
     """
     from transformers import PrinterCallback
 

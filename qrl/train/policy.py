@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from qrl import process
+from qrl import checkpoint, process
 from qrl.engine import attention, pretrained
 from qrl.errors import BadInput
 from qrl.formats.header import Entry
@@ -63,17 +63,25 @@ def resident(settings: Train, parameters: int, teacher: int = 0) -> dict[str, fl
     held = parameters / (process.world_size() if process.sharded() else 1)
     if settings.adapter:
         return {"weights": _STORED[settings.storage] * held} | scores
-    reference = {REFERENCE: 4 * held} if settings.beta else {}
+    has_reference = settings.beta and not settings.teacher and settings.algorithm != "sft"
+    reference = {REFERENCE: 4 * held} if has_reference else {}
     return {"weights": 4 * held, GRADIENTS: 4 * held, MOMENTS: 8 * held} | reference | scores
 
 
-def check_memory(settings: Train, tensors: Mapping[str, Entry], device: str, teacher: int = 0) -> None:
+def parameters(model: checkpoint.Checkpoint) -> int:
+    """Return how many parameters a checkpoint's model has; some store a tied head twice."""
+    tied = {"lm_head.weight"} if checkpoint.config(model.path).get("tie_word_embeddings") else set()
+    return sum(entry.numel for name, entry in checkpoint.entries(model.path).items() if name not in tied)
+
+
+def check_memory(settings: Train, parameters: int, device: str, teacher: int = 0) -> None:
     """Raise BadInput if what full training holds, a reference and a teacher too, exceeds the device's whole memory.
 
     Args:
+        parameters: of the model.
         teacher: parameters of a distillation's teacher.
     """
-    held = {} if settings.adapter else resident(settings, sum(entry.numel for entry in tensors.values()), teacher)
+    held = {} if settings.adapter else resident(settings, parameters, teacher)
     have, scores, reference = _memory_bytes(device), held.pop(TEACHER, 0), held.pop(REFERENCE, 0)
     without = sum(held.values())
     if without > have:

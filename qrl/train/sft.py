@@ -44,7 +44,7 @@ def check(base: checkpoint.Checkpoint, job: Job) -> None:
         raise BadInput(f"{what}, which train.algorithm = sft trains on: the first is '{unsolved[0].question[:60]}'.")
     tensors = checkpoint.entries(base.path)
     policy.check(settings, tensors)
-    policy.check_memory(settings, tensors, job.device)
+    policy.check_memory(settings, policy.parameters(base), job.device)
     arguments.check(_of_solutions(settings), len(job.questions))
 
 

@@ -13,7 +13,7 @@ from qrl.steps import outcome
         ("tiny", {"train.qat": "mxfp4"}, "rtn-mxfp4"),
         ("tiny", {"train.qat": "int4", "quantize.schemes": "awq"}, "rtn-int4"),
         ("qad-int4", {}, "rtn-int4"),
-        ("tiny", {"train.qat": "formats/own.yaml", "quantize.schemes": "rtn-file"}, "rtn-file"),
+        ("tiny", {"train.qat": "formats/own.yaml"}, "rtn-file --quantize.format formats/own.yaml"),
     ],
 )
 def test_a_trained_model_is_quantized_next_by_the_scheme_that_it_was_trained_for(name, changes, scheme, capsys):

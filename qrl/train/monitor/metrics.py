@@ -89,12 +89,12 @@ def callback(settings: Train, log: Log, kind: Kind = GRPO):
 
 
 def _check_finite(row: Mapping[str, float], step: int) -> None:
-    """Raise QrlError where the step that a row of the log tells of has left no numbers in the trained weights."""
+    """Raise QrlError where a row of the log shows that its step has made the weights NaN."""
     for name in ("loss", "grad_norm"):
         if not math.isfinite(float(row.get(name) or 0)):
             raise QrlError(
-                f"At step {step} train/{name} is {float(row[name])}, so the trained weights are no numbers any more: "
-                "lower train.learning_rate, or check the data and the rewards. No checkpoint of this step is kept."
+                f"At step {step} train/{name} is {float(row[name])}, so the weights are NaN after it: lower "
+                "train.learning_rate, or check the data and the rewards. No checkpoint of this step is kept."
             )
 
 

@@ -1,7 +1,6 @@
-"""What rollouts by vLLM need, checked before any environment is built or weight is loaded."""
+"""What rollouts by vLLM need, checked before any weight is loaded."""
 
 import importlib.util
-from collections.abc import Iterable
 
 import torch
 
@@ -49,9 +48,6 @@ def check(settings: Rollout, device: str, train: Train) -> None:
     check_heeded(settings)
     if settings.engine != VLLM:
         return
-    if train.teacher and (changed := _changed(settings, ("is_correction", *CORRECTION))):
-        what = f"rollout.{changed[0]} = {getattr(settings, changed[0])} has no effect where train.teacher distils"
-        raise BadInput(f"{what}, which reads no probability of the engine's: leave it out.")
     if settings.quantization == codes.NAME:
         _check_real(settings, train)
     elif train.qat != "none":
@@ -110,6 +106,7 @@ def known(settings: Rollout, train: Train) -> dict[str, str]:
 
 def check_heeded(settings: Rollout) -> None:
     """Raise BadInput for the first changed setting that the recipe's engine, mode or correction would ignore."""
+    changed = [key for key in Rollout.model_fields if getattr(settings, key) != getattr(DEFAULT, key)]
     ignored_by = {  # a choice → the settings that it ignores, and the choice that does not
         ("engine", "transformers"): (tuple(Rollout.model_fields), "rollout.engine = vllm"),
         ("mode", "colocate"): (SERVER, "rollout.mode = server"),
@@ -117,13 +114,9 @@ def check_heeded(settings: Rollout) -> None:
         ("is_correction", "none"): (CORRECTION, "rollout.is_correction to a correction, which also measures the gap"),
     }
     for (key, value), (ignored, remedy) in ignored_by.items():
-        if getattr(settings, key) == value and (named := [name for name in _changed(settings, ignored) if name != key]):
+        if getattr(settings, key) == value and (named := [name for name in changed if name in ignored and name != key]):
             what = f"rollout.{named[0]} = {getattr(settings, named[0])}"
             raise BadInput(f"{what} has no effect where rollout.{key} = {value}: set {remedy}, or leave it out.")
-
-
-def _changed(settings: Rollout, keys: Iterable[str]) -> list[str]:
-    return [key for key in keys if getattr(settings, key) != getattr(DEFAULT, key)]
 
 
 def _check_sampling(settings: Rollout, train: Train) -> None:

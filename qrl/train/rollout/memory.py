@@ -29,7 +29,7 @@ def check(settings: Rollout, train: Train, parameters: int, teacher: int = 0) ->
     """
     free, total = torch.cuda.mem_get_info(process.local_rank())
     held = policy.resident(train, parameters, teacher)
-    engine = _engine(settings, train.qat, parameters, total)
+    engine = {} if train.algorithm == "sft" else _engine(settings, train.qat, parameters, total)
     samples = {name: size for name, size in held.items() if name != policy.GRADIENTS} | engine
     updates = held | (engine if settings.sleep == "off" else {})
     most = max(samples, updates, key=lambda parts: sum(parts.values()))

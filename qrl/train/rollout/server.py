@@ -5,12 +5,9 @@ import http.client
 import importlib.metadata
 import json
 import os
-import socket
 import urllib.error
 import urllib.parse
 import urllib.request
-
-import psutil
 
 from qrl import process
 from qrl.errors import BadInput
@@ -38,10 +35,11 @@ def check(settings: Rollout, train: Train) -> None:
             raise BadInput(f"The rollout server at {address} {versions}: start it from the environment of training.")
         about = _information(address)
         info = about["vllm_config"]
-        check_configuration(info, settings, train)
         variables = (about.get("system_env") or {}).get("env_vars")
         workers = (info.get("parallel_config") or {}).get("world_size", 1)
-    if variables is not None and is_here(address) and process.rank() == 0:  # which sends the weights
+    check_configuration(info, settings, train)
+    is_here = urllib.parse.urlsplit(address).hostname in ("127.0.0.1", "localhost", "::1")
+    if variables is not None and is_here and process.rank() == 0:  # which sends the weights
         theirs = dict(line.partition("=")[::2] for line in str(variables).splitlines()).get(_VISIBLE)
         check_apart(theirs, workers, os.environ.get(_VISIBLE))
 
@@ -54,7 +52,11 @@ def longest(settings: Rollout) -> int | None:
 
 
 def _information(address: str) -> dict:
-    return _get(f"{address}/server_info?config_format=json", timeout=60)
+    about = _get(f"{address}/server_info?config_format=json", timeout=60)
+    for name in ("model_config", "cache_config", "weight_transfer_config"):
+        if not isinstance(about["vllm_config"].get(name), dict | None):
+            raise TypeError(f"its {name} is no mapping")
+    return about
 
 
 def _get(address: str, timeout: float) -> dict:
@@ -82,16 +84,6 @@ def absent(error: Exception, kind: str, address: str, remedy: str) -> BadInput:
 def reason(error: Exception) -> str:
     """Return why a server's answer is `UNUSABLE`, in one line."""
     return " ".join(str(getattr(error, "reason", "") or error).split())[:300] or type(error).__name__
-
-
-def is_here(address: str) -> bool:
-    """Return whether the host of a URL is this machine."""
-    try:
-        theirs = {about[4][0] for about in socket.getaddrinfo(urllib.parse.urlsplit(address).hostname, None)}
-    except OSError:
-        return False
-    own = {each.address.partition("%")[0] for card in psutil.net_if_addrs().values() for each in card}
-    return any(one in own or one == "::1" or one.startswith("127.") for one in theirs)
 
 
 def check_apart(theirs: str | None, workers: int, ours: str | None) -> None:
