@@ -4,10 +4,11 @@
     python tests/benchmarks/distill.py --out FOLDER --shape micro   # a small model, to check that it runs
 
 The arms train the same shape with the same batch, a process each, one after the other; `vllm-64` and `vllm-kept` have
-a larger micro-batch, and the latter no checkpointing. A step samples 64 × 8 completions of 256 tokens, scores them with
-a teacher of the same shape, and updates; with vLLM the weights are sent to the engine first. Weights are random, so
-completions have the largest length. Goal: a step at least four times as fast with vLLM. FOLDER/distill.json holds the
-arms and the ratios of the first two; each arm's output is in FOLDER/ARM.log.
+a larger micro-batch, and the latter no checkpointing; `vllm-compiled` is that with a compiled engine. A step samples
+64 × 8 completions of 256 tokens, scores them with a teacher of the same shape, and updates; with vLLM the weights are
+sent to the engine first. Weights are random, so completions have the largest length. Goal: a step at least four times
+as fast with vLLM. FOLDER/distill.json holds the arms and the ratios of the first two; each arm's output is in
+FOLDER/ARM.log.
 """
 
 import argparse
@@ -25,11 +26,13 @@ import rollouts
 
 GOAL = 4.0
 VLLM = {"engine": "vllm", "kv_cache_gib": 6, "compile": False, "max_model_tokens": 1024, "sleep": "off"}
+KEPT = {"micro_batch": 32, "gradient_checkpointing": False}  # activations are kept; needs 139 GiB
 ARMS: dict[str, tuple[dict, dict]] = {  # settings of rollouts and, where they differ, of training
     "transformers": ({}, {}),
     "vllm": (VLLM, {}),
     "vllm-64": (VLLM, {"micro_batch": 64}),
-    "vllm-kept": (VLLM, {"micro_batch": 32, "gradient_checkpointing": False}),  # activations are kept; needs 139 GiB
+    "vllm-kept": (VLLM, KEPT),
+    "vllm-compiled": (VLLM | {"compile": True}, KEPT),  # by torch.compile, in the engine alone
 }
 COMPARED = ("transformers", "vllm")  # the same batch
 LARGE = {"prompts_per_step": 64, "generations": 8, "micro_batch": 16, "max_completion_tokens": 256, "questions": 256}
