@@ -135,6 +135,11 @@ WEIGHTS, STORED, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.pa
 FIGURES = "figures"
 
 
+def rounded(qat: str) -> str:
+    """Return the scheme that stores the codes of a format of train.qat, which may be a file."""
+    return RTN_FILE if qat.endswith(".yaml") else f"{ROUNDED_PREFIX}{qat}"
+
+
 def stored(scheme: str) -> str:
     """Return the scheme that a cell's weights are stored in: `awq` for `awq+kv-fp8`."""
     return scheme.removesuffix(KV_FP8)

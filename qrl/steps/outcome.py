@@ -22,11 +22,9 @@ def adapter(address: str) -> None:
 
 def model(recipe: Recipe, address: str) -> None:
     """Print a trained model in full precision; it is quantized next, and the model before training with it."""
-    how, qat = {"scheme": recipe.quantize.schemes[0]}, recipe.train.qat
-    if qat.endswith(".yaml"):
-        how = {"scheme": names.RTN_FILE, "quantize.format": qat}
-    elif qat != "none":
-        how = {"scheme": f"{names.ROUNDED_PREFIX}{qat}"}  # stores the codes that training computed with
+    qat = recipe.train.qat
+    how = {"scheme": recipe.quantize.schemes[0] if qat == "none" else names.rounded(qat)}
+    how |= {"quantize.format": qat} if how["scheme"] == names.RTN_FILE and qat != "none" else {}
     models = {names.BASE: recipe.model, recipe.train.variant: address}
     result = f"Model   {address}, {recipe.train.variant} in full precision"
     _print(result, "quantize", how | {"models": _listed(models)})

@@ -124,12 +124,11 @@ def stages_of(variant: str, scheme: str) -> list[str]:
 
 def scheme_of(arm: Recipe) -> str:
     """Return the scheme that stores what an arm trained; raise BadInput unless both name one file."""
-    if not arm.train.qat.endswith(".yaml"):
-        return f"{names.ROUNDED_PREFIX}{arm.train.qat}"
-    if arm.quantize.format != arm.train.qat:
+    scheme = names.rounded(arm.train.qat)
+    if scheme == names.RTN_FILE and arm.quantize.format != arm.train.qat:
         wanted = f"set quantize.format = {arm.train.qat} too"
         raise BadInput(f"Recipe {label(arm)} trains in a format of a file, but is stored in another: {wanted}.")
-    return names.RTN_FILE
+    return scheme
 
 
 def controls(methods: Iterable[Recipe]) -> dict[str, str]:

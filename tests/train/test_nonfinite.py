@@ -1,5 +1,6 @@
 """NaN never passes through training unnoticed: not from a base or a teacher, not from a loss, not into a model."""
 
+import itertools
 import json
 import shutil
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from qrl import checkpoint, tasks, tiny
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Train
-from qrl.train import Job, distill, grpo, loop, policy, trl_private
+from qrl.train import Job, distill, grpo, loop, policy
 
 pytestmark = pytest.mark.process
 
@@ -49,20 +50,12 @@ def test_a_teacher_that_holds_nan_is_refused_before_the_student_learns_from_it(s
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_a_loss_that_is_no_number_ends_the_training_without_a_checkpoint_of_that_step(value, tmp_path, monkeypatch):
-    made = trl_private.distillation_trainer
+    whole, steps = distill.divergence, itertools.count()  # one micro-batch is a whole step
 
-    def spoiling(divergence, *more):
-        def spoilt(student, teacher):
-            return divergence(student, teacher) + (value if trainer().state.global_step else 0)
+    def spoilt(student, teacher, **named):
+        return whole(student, teacher, **named) + (value if next(steps) else 0)
 
-        cls = made(spoilt, *more)
-        held = []
-        trainer = lambda: held[0]  # noqa: E731
-        begin = cls.__init__
-        monkeypatch.setattr(cls, "__init__", lambda self, **named: (held.append(self), begin(self, **named))[1])
-        return cls
-
-    monkeypatch.setattr(trl_private, "distillation_trainer", spoiling)
+    monkeypatch.setattr(distill, "divergence", spoilt)
     with pytest.raises(QrlError, match=rf"^At step 2 train/loss is {value}, so the weights are NaN"):
         distill.run(job(tmp_path), tiny.PATH)
     assert loop.step(loop.latest(tmp_path / "work")) == 1 and not (tmp_path / "model").exists()

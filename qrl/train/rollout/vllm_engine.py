@@ -280,19 +280,15 @@ def sleeps(settings: Rollout, model) -> bool:
     if settings.sleep != "auto":
         return settings.sleep == "on"
     weights = list(model.parameters())
-    stored = sum(map(_bytes, weights))
+    stored = sum(weight.nbytes for weight in weights)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
     card = torch.cuda.get_device_properties(process.local_rank()).total_memory
     # FSDP has put nothing of the model there so far.
-    beside = torch.cuda.memory_allocated(process.local_rank()) - sum(_bytes(each) for each in weights if each.is_cuda)
+    beside = torch.cuda.memory_allocated(process.local_rank()) - sum(each.nbytes for each in weights if each.is_cuda)
     cache = settings.kv_cache_gib
     share = settings.gpu_memory_utilization if cache is None else (cache * 2**30 + stored) / card
     parts = process.world_size() if process.sharded() else 1
     return memory_is_short(stored // parts + beside, trained // parts, share, card)
-
-
-def _bytes(weight: torch.Tensor) -> int:
-    return weight.numel() * weight.element_size()
 
 
 def memory_is_short(stored: int, trained: int, share: float, card: int) -> bool:

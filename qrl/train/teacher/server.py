@@ -90,10 +90,10 @@ class Refused(Exception):
 def _sentence(body: bytes) -> str:
     """Return the reason in OpenAI's form of an error, else the body's start."""
     try:
-        reason = json.loads(body)["error"]["message"]
+        said = json.loads(body)["error"]["message"]
     except (ValueError, LookupError, TypeError):
-        reason = body.decode(errors="replace")
-    return " ".join(str(reason).split())[:300]
+        said = body.decode(errors="replace")
+    return " ".join(str(said).split())[:300]
 
 
 def _ranked(position: dict[str, dict], count: int) -> tuple[list[float], list[int]]:
