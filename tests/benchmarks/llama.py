@@ -2,6 +2,7 @@
 
     python tests/benchmarks/llama.py OUT               # on a CPU, five minutes
     python tests/benchmarks/llama.py OUT --device cuda # as the recipes say: fsdp2 on all GPUs, rollouts by vLLM
+    python tests/benchmarks/llama.py OUT --device cuda --step train # their trainings alone
 
 The model has the built-in one's weights, of a Qwen2, under a Llama's names: `attention_bias`, with output biases of 0.
 OUT/model holds it, OUT/FORMAT.yaml the recipe that a study ran, which extends the shipped one by this task and its
@@ -73,18 +74,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", choices=PLACES, default="cpu")
+    parser.add_argument("--step", choices=("study", "train"), default="study")
     given = parser.parse_args()
     out = given.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if not (out / "model").exists():
         make(out / "model")
-    own = os.environ | {
-        "MLFLOW_TRACKING_URI": f"sqlite:///{out}/store.db",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH"))))
+    own = os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{out}/store.db", "PYTHONPATH": path}
     failed = 0
     for name in FORMATS:
-        words = [sys.executable, "-m", "qrl", "study", "--yes", "--recipe", str(recipe(out, name, given.device))]
+        words = [sys.executable, "-m", "qrl", given.step, "--recipe", str(recipe(out, name, given.device))]
+        words += ["--yes"] if given.step == "study" else []
         began = time.monotonic()
         with (out / f"{name}.log").open("w") as log:
             code = subprocess.run(words, cwd=out, env=own, stdout=log, stderr=log, check=False).returncode
