@@ -7,7 +7,6 @@ differ only in options that they have or lack.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import math
@@ -105,8 +104,6 @@ def create(
             )
     except Exception as error:  # whatever vLLM raised
         raise memory.unstarted(error, settings, room) from error
-    if sleeps:
-        atexit.register(_release)
     if rounds and not real and not vllm_fakequant.rounding_layers(runner(engine).model):
         raise QrlError(
             f"The rollout engine does not round activations as train.qat = {qat} does: set rollout.engine = "
@@ -136,21 +133,6 @@ def _codes_loader() -> str:
     name = "qrl-codes"
     register_model_loader(name)(Loader)
     return name
-
-
-def _release() -> None:
-    """Free vLLM's memory at exit before vLLM does, without its line "CUDA Error: invalid argument".
-
-    A sleeping engine's memory was unmapped when it went to sleep, and vLLM 0.31 unmaps it again. Nothing depends on it.
-    """
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 2)  # it prints from C++
-        CuMemAllocator.get_instance().release_pools()
-    finally:
-        os.dup2(kept, 2)
 
 
 def runner(engine: LLM):
