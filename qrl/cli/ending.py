@@ -70,7 +70,9 @@ def _explained(error: BaseException, command: str) -> QrlError | None:
         panicked = f"A library failed on a file ({first_line(error)[:200]}): copy the checkpoint again."
         return error if isinstance(error, QrlError) else BadInput(panicked) if type(error).__name__ == PANIC else None
     if isinstance(error, click.ClickException):  # an unknown option, a missing one, a port that is not a number
-        words = " ".join(filter(None, ("python -m qrl", command, "--help")))
+        context = getattr(error, "ctx", None)
+        asked = context.info_name if context and context.parent else command
+        words = " ".join(filter(None, ("python -m qrl", asked, "--help")))
         return BadInput(f"{error.format_message().rstrip('.')}; see `{words}`.")
     if isinstance(error, ModuleNotFoundError) and (error.name or "qrl").partition(".")[0] != "qrl":
         return BadInput(

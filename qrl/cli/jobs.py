@@ -30,7 +30,11 @@ def submit_command(cluster: str, env_manager: str, dry_run: bool, project: str, 
     """
     from qrl.cluster import backend, load
 
-    started = backend.start(load(Path(cluster)), Path(project), entry, _parameters(words), env_manager, dry=dry_run)
+    parameters = _parameters(words)
+    ours, name = click.get_current_context().parent, "study" if entry == "main" else entry
+    if command := ours.command.get_command(ours, name):  # a project may have other entry points
+        command.make_context(name, list(words), parent=ours)  # else the job would refuse an option once it has queued
+    started = backend.start(load(Path(cluster)), Path(project), entry, parameters, env_manager, dry=dry_run)
     if started:
         click.echo("It goes on without this terminal; `python -m qrl jobs` says how it stands.", err=True)
 

@@ -16,6 +16,7 @@ from torch.nn.functional import kl_div
 from qrl import checkpoint, process
 from qrl.engine import hf
 from qrl.errors import BadInput
+from qrl.recipe import Train
 from qrl.tasks import prompt
 from qrl.train import arguments, loop, policy, sharded, trl_private
 from qrl.train.job import Job, Trained
@@ -61,6 +62,16 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
     prepare.check(settings, base.path)
     if settings.teacher_placement == "server":
         server.check(teacher, job)
+
+
+def known(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, settings: Train) -> dict[str, str]:
+    """Return what is known of a distillation before its first step, as sentences by the name of their warning."""
+    if base.digest != teacher.digest or settings.qat != "none":
+        return {}
+    return {
+        "teacher": "The teacher is the student's own base, so a student in full precision begins where it should end, "
+        "and learns nothing. A control may do that; otherwise set train.qat, or give another teacher."
+    }
 
 
 def _check_tokens(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint) -> None:

@@ -12,6 +12,7 @@ import yaml
 
 from qrl import process, recipe
 from qrl.cli import jobs as commands
+from qrl.cli import main
 from qrl.cluster import backend, config, driver, jobs, slurm
 from qrl.cluster.skypilot import SkyPilot
 from qrl.cluster.slurm import Slurm
@@ -167,6 +168,17 @@ def test_options_become_parameters():
     for own in ("--cluster", "--dry-run"):  # else `submit` would take ./cluster.yaml, or submit
         with pytest.raises(BadInput, match=f"{own} is an option of `submit`: write it before the command"):
             commands._parameters(("--recipe", "math", own, "other.yaml"))
+
+
+@pytest.mark.parametrize(("entry", "step"), [("main", "study"), ("train", "train")])
+def test_an_option_that_the_job_would_refuse_is_refused_before_it_queues(entry, step, tmp_path, capsys):
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(SLURM))
+    words = ["submit", "--cluster", str(tmp_path / "cluster.yaml"), "--dry-run", entry]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--recipe=tiny", "--nosuch", "3"])
+    shown = capsys.readouterr()
+    assert (ended.value.code, shown.out) == (2, "")
+    assert f"No such option '--nosuch'; see `python -m qrl {step} --help`." in shown.err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from qrl import checkpoint, tasks, tiny
 from qrl.recipe import Train
@@ -124,6 +124,16 @@ def test_processes_with_another_teacher_are_refused_before_the_first_step(tmp_pa
     assert done.returncode and not [*tmp_path.glob("work/checkpoint-*")] and not (tmp_path / "model").exists()
 
 
+def test_only_a_distillation_that_can_learn_nothing_is_warned_of(tmp_path):
+    base, other = checkpoint.check(tiny.PATH), tmp_path / "other"
+    shutil.copytree(tiny.PATH, other)
+    weights = load_file(other / "model.safetensors")
+    save_file({name: weight * 1.01 for name, weight in weights.items()}, other / "model.safetensors")
+    assert "learns nothing" in distill.known(base, base, Train())["teacher"]
+    assert not distill.known(base, base, Train(qat="int8"))
+    assert not distill.known(base, checkpoint.check(other), Train())
+
+
 def test_a_step_with_a_teacher_starts_its_own_processes(store, tmp_path):
     import mlflow
 
@@ -134,6 +144,7 @@ def test_a_step_with_a_teacher_starts_its_own_processes(store, tmp_path):
     variables = os.environ | {"PYTHONPATH": str(pair.ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(words, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "The teacher is the student's own base" in done.stderr
     (run,) = mlflow.search_runs(output_format="list")
     assert (run.info.status, run.data.params["processes"]) == ("FINISHED", "2")
     assert run.data.metrics["train/loss"] == 0 and run.outputs.model_outputs  # the student is its own teacher
