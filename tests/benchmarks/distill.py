@@ -26,7 +26,7 @@ import rollouts
 
 GOAL = 4.0
 VLLM = {"engine": "vllm", "kv_cache_gib": 6, "compile": False, "max_model_tokens": 1024, "sleep": "off"}
-KEPT = {"micro_batch": 32, "gradient_checkpointing": False}  # activations are kept: 87 GiB beside the engine
+KEPT = {"micro_batch": 32, "gradient_checkpointing": False}  # activations are kept: 87 GiB, the engine's 9 included
 ARMS: dict[str, tuple[dict, dict]] = {  # settings of rollouts and, where they differ, of training
     "transformers": ({}, {}),
     "vllm": (VLLM, {}),
