@@ -34,6 +34,8 @@ def locate(model: str) -> Path:
         return Path(model).resolve()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith((".", "/")):
         expected = f"{', '.join(SHIPPED)}, a folder that holds a checkpoint, or a hub id such as {EXAMPLE}"
+        if model.startswith("models:/"):  # which a teacher may have
+            expected += ". The folder of a logged model lies in the store, as mlruns/…/models/m-…/artifacts/model"
         raise BadInput(f"There is no model '{model}': expected {expected}.{_absolute(model)}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

@@ -62,7 +62,7 @@ def cli() -> None:
     every variant under every scheme on the same held-out questions, and reports how much of the gain survives, with
     an interval. Other commands run one step of it, or work on your own files.
 
-    Exit codes: 0 done; 1 a step failed; 2 bad input; 3 refused by a gate, or by --fail-on.
+    Exit codes: 0 done; 1 a step failed; 2 bad input; 3 refused by a gate, or by --fail-on; 130 Ctrl-C.
     """
 
 
@@ -127,7 +127,7 @@ def sweep_command(typed: Typed, settings, models, arms, seeds: str, register, ye
 @cli.command("train", cls=RecipeCommand, sections=("train", "rollout", "watch"), first=TRAIN, checkout=True)
 @click.pass_obj
 def train_command(typed: Typed, settings) -> None:
-    """Train with GRPO, or distil a teacher.
+    """Train with GRPO, or distil from a teacher.
 
     A training that was killed resumes from its last checkpoint when the same command runs again.
 

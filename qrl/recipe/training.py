@@ -48,7 +48,8 @@ def reward_name(reward: str) -> str:
 
 def _format(name: str) -> str:
     if name not in ("none", *known.FORMATS) and not re.search(known.FORMAT_FILE, name):
-        raise ValueError(f"must be none, {', '.join(known.FORMATS)}, or FILE.yaml with a name of letters and . _ + -")
+        own = "FILE.yaml with a name of letters, digits and . _ + -"
+        raise ValueError(f"must be none, {', '.join(known.FORMATS)}, or {own}")
     return name
 
 

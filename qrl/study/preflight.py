@@ -1,6 +1,6 @@
 """What a study or a sweep checks before it builds an environment or trains anything."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from heapq import nlargest
 from pathlib import Path
 
@@ -49,7 +49,7 @@ def check(
     prompt.check(recipe.task, recipe.prompt)
     evaluate.kv_schemes(recipe)
     unheeded = choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides, beside)
-    report.warn(unheeded + evaluate.unheeded(recipe.evaluate))
+    report.warn(unheeded + evaluate.unheeded(recipe.evaluate) + _unstored(recipe, beside))
     device, name = auto.device_of(recipe.device), overrides.get("recipe", recipes.DEFAULT)
     if device == "cpu" and recipes.needs_gpu(name):
         smaller = recipes.default({"model": recipe.model, "task": recipe.task}, device=device)
@@ -79,6 +79,15 @@ def check(
         inputs.trained(recipe)
         inputs.all_heldout(recipe)
     return device, base.digest
+
+
+def _unstored(recipe: Recipe, beside: Collection[str]) -> list[str]:
+    """Return a sentence where the study stores its trained weights in other formats than they were trained for."""
+    qat, schemes = recipe.train.qat, recipe.quantize.schemes
+    if qat == "none" or (scheme := names.rounded(qat)) in {*schemes, *beside}:
+        return []
+    other = f"quantize.schemes = {', '.join(schemes)}"
+    return [f"train.qat = {qat} is stored by {scheme}, which is not in {other}: that format is not evaluated."]
 
 
 def check_schemes(recipe: Recipe, base: Path) -> None:

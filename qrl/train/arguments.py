@@ -49,7 +49,7 @@ def check_batch(settings: Train, world: int, each: str = "processes") -> None:
     product = f"train.prompts_per_step {settings.prompts_per_step} × train.generations {settings.generations}"
     if total % world:
         raise BadInput(
-            f"{world} {each} do not divide the {total} completions of a step ({product}): choose a multiple."
+            f"{world} {each} do not divide the {total} completions of a step ({product}): choose a divisor of {total}."
         )
     share, micro = total // world, settings.micro_batch
     if micro < share and share % micro:

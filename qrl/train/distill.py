@@ -29,11 +29,14 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
     """Check that this distillation is possible, before any weight is loaded; `base` is the student's.
 
     Raises:
-        BadInput: teacher or student is quantized, their vocabularies or tokens' ids differ, an adapter or watchers are
-            configured, weights and optimizer do not fit into memory, FSDP runs on a CPU or is too old, the batch does
-            not divide, there are too few questions, or the teacher's server does not score as the recipe says.
+        BadInput: teacher or student is quantized, their vocabularies or tokens' ids differ, an adapter, watchers or
+            supervised fine-tuning are configured, weights and optimizer do not fit into memory, FSDP runs on a CPU or
+            is too old, the batch does not divide, there are too few questions, or the teacher's server does not score
+            as the recipe says.
     """
     settings = job.settings
+    if settings.algorithm == "sft":
+        raise BadInput("train.algorithm = sft trains on worked solutions, but train.teacher distils: leave one out.")
     for key in ("mask_truncated", "max_resamples"):
         if getattr(settings, key):
             raise BadInput(f"train.{key} has no effect where train.teacher distils, without rewards: leave it out.")

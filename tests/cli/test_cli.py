@@ -260,6 +260,13 @@ def test_a_run_id_left_in_the_environment_hides_no_sentence(words, store, here, 
     assert code == 2 and "qrl: " in stderr and "0123456789abcdef" in stderr, stderr
 
 
+def test_a_python_without_the_projects_packages_gets_a_sentence():
+    words = [sys.executable, "-S", "-m", "qrl", "train", "--help"]  # -S: without site-packages
+    done = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("qrl: The package 'psutil' is not installed for "), done
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_a_folder_that_was_deleted_is_bad_input(tmp_path, here, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")

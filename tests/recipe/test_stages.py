@@ -94,6 +94,16 @@ def test_a_study_promotes_its_own_stages_and_leaves_those_without_a_cell():
     assert launched[1][0].endswith("; int4 is unchanged: no cell qat-int4:rtn-int4")
 
 
+@pytest.mark.parametrize("name", [name for name in DISTILLED if name.startswith("qad-")])
+def test_distilled_weights_need_not_beat_the_base_that_is_their_teacher(name):
+    first, *others = recipe.load(name).promote.declared
+    assert [(stage.made_from, stage.loss_to, stage.gain_over) for stage in others] == [
+        ("base", "base", None),
+        (others[0].stage, "base", None),
+    ]
+    assert first.stage == "base"
+
+
 def test_a_stage_keeps_its_cell(store):
     import mlflow
 

@@ -56,6 +56,22 @@ def random_llama(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize(
+    ("changes", "beside", "said"),
+    [
+        ({}, (), ""),
+        ({"train.qat": "nvfp4-a4"}, (), "rtn-nvfp4-a4, which is not in quantize.schemes = rtn-int4"),
+        ({"train.qat": "nvfp4-a4"}, ("rtn-nvfp4-a4",), ""),
+        ({"train.qat": "none"}, (), ""),
+    ],
+)
+def test_a_study_says_where_the_format_that_it_trains_for_is_not_evaluated(changes, beside, said, capsys):
+    changed = recipe.load("qad-int4", {"device": "cpu"} | changes)
+    preflight.check(changed, {"recipe": "qad-int4"} | changes, beside=beside)
+    shown = capsys.readouterr().err
+    assert said in shown and ("is stored by" in shown) == bool(said)
+
+
 def gsm8k(folder: Path, *, shared: bool = False) -> Path:
     """Write questions in GSM8K's form; with `shared`, one held-out question is a training one."""
     folder.mkdir(exist_ok=True)

@@ -53,6 +53,12 @@ def test_a_distillation_refuses_what_only_rewards_give_sense(key, tmp_path):
         distill.check(base, base, job(tmp_path, settings))
 
 
+def test_a_distillation_is_no_supervised_fine_tuning(tmp_path):
+    base, settings = checkpoint.check(tiny.PATH), Train(teacher="t", algorithm="sft", **SMALL)
+    with pytest.raises(BadInput, match=r"train\.algorithm = sft .* train\.teacher distils: leave one out"):
+        distill.check(base, base, job(tmp_path, settings))
+
+
 @pytest.mark.parametrize("key", CHANGED)
 def test_the_gap_of_a_truncated_distribution_is_refused_where_vllm_cannot_tell_the_whole_one(key):
     train, server = Train(**{key: CHANGED[key]}), {"mode": "server", "server": "http://127.0.0.1:1"}
