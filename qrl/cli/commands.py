@@ -134,6 +134,7 @@ def train_command(typed: Typed, settings) -> None:
     \b
     qrl train --train.steps 50 --train.learning_rate 1e-5
     qrl train --recipe tiny-lora               an adapter, to be merged next
+    qrl train --train.teacher models:/m-…      distil from a logged model, or from a folder
     """
     from qrl.steps import train
     from qrl.study import build

@@ -177,7 +177,7 @@ def test_a_format_of_a_file_needs_the_file_and_names_the_variant():
     )
     with pytest.raises(BadInput, match=r"set quantize\.format to FILE\.yaml"):
         choices.of(names.RTN_FILE, Quantize(), 0)
-    with pytest.raises(BadInput, match=r"none\.yaml is no format to train in"):
+    with pytest.raises(BadInput, match=r"There is no file .*none\.yaml: expected a format"):
         prepare.check(Train(qat="none.yaml"), tiny.PATH)
 
 

@@ -26,8 +26,10 @@ def read(path: Path) -> QuantizationScheme:
     """Return the scheme of a file; it covers every linear.
 
     Raises:
-        BadInput: the file holds no scheme, or one that training cannot compute.
+        BadInput: there is no file, it holds no scheme, or one that training cannot compute.
     """
+    if not path.exists():
+        raise BadInput(f"There is no file {path}: expected a format, as train.qat or quantize.format name it.")
     rounding.library()
     from compressed_tensors.quantization import QuantizationScheme
 
