@@ -6,6 +6,7 @@ import click
 from click import argument, option
 
 from qrl.errors import BadInput
+from qrl.process import ROOT
 
 _OWN = ("--cluster", "--env-manager", "--dry-run")  # of `submit`; after the command they would be passed on to it
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -32,7 +33,7 @@ def submit_command(cluster: str, env_manager: str, dry_run: bool, project: str, 
 
     parameters = _parameters(words)
     ours, name = click.get_current_context().parent, "study" if entry == "main" else entry
-    if command := ours.command.get_command(ours, name):  # a project may have other entry points
+    if Path(project).resolve().is_relative_to(ROOT) and (command := ours.command.get_command(ours, name)):
         command.make_context(name, list(words), parent=ours)  # else the job would refuse an option once it has queued
     started = backend.start(load(Path(cluster)), Path(project), entry, parameters, env_manager, dry=dry_run)
     if started:

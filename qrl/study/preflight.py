@@ -1,6 +1,6 @@
 """What a study or a sweep checks before it builds an environment or trains anything."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from heapq import nlargest
 from pathlib import Path
 
@@ -81,7 +81,7 @@ def check(
     return device, base.digest
 
 
-def _unstored(recipe: Recipe, beside: Collection[str]) -> list[str]:
+def _unstored(recipe: Recipe, beside: Sequence[str]) -> list[str]:
     """Return a sentence where the study stores its trained weights in other formats than they were trained for."""
     qat, schemes = recipe.train.qat, recipe.quantize.schemes
     if qat == "none" or (scheme := names.rounded(qat)) in {*schemes, *beside}:

@@ -39,8 +39,11 @@ LARGE = {"prompts_per_step": 64, "generations": 8, "micro_batch": 16, "max_compl
 SMALL = {"prompts_per_step": 8, "generations": 2, "micro_batch": 8, "max_completion_tokens": 64, "questions": 32}
 
 
-def measure(arm: str, shape: str, steps: int) -> dict:
-    """Distil for some steps in this process; return each step's seconds, sampling's apart, and what was sampled."""
+def measure(arm: str, shape: str, steps: int, profile: Path | None = None) -> dict:
+    """Distil for some steps in this process; return each step's seconds, sampling's apart, and what was sampled.
+
+    `profile` names a file for torch's table of the second step.
+    """
     import torch
     from transformers import TrainerCallback
 
@@ -54,11 +57,18 @@ def measure(arm: str, shape: str, steps: int) -> dict:
     train = Train(teacher=str(base), steps=steps, learning_rate=1e-6, **size)
 
     class Clock(TrainerCallback):
-        def on_step_begin(self, *_, **__):
+        def on_step_begin(self, _args, state, *_, **__):
             self.began = rollouts.finished()
+            if profile and state.global_step == 1:
+                self.profiler = torch.profiler.profile()
+                self.profiler.start()
 
-        def on_step_end(self, *_, **__):
+        def on_step_end(self, _args, state, *_, **__):
             taken.append(rollouts.finished() - self.began)
+            if profile and state.global_step == 2:
+                self.profiler.stop()
+                order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+                profile.write_text(self.profiler.key_averages().table(sort_by=order, row_limit=45))
 
     with tempfile.TemporaryDirectory() as work:
         data = {"questions": tasks.load("arithmetic", "train", train.questions, 0), "task": "arithmetic"}
@@ -96,16 +106,21 @@ def main() -> int:
     parser.add_argument("--shape", choices=rollouts.SHAPES, default="1.5b")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps; the first one warms up, so at least 2")
     parser.add_argument("--arms", default=",".join(COMPARED), help=f"of {', '.join(ARMS)}")
+    parser.add_argument(
+        "--profile", action="store_true", help="torch's profile of the second step: OUT/ARM.profile.txt"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.one:
-        found = measure(given.one, given.shape, max(given.steps, 2))
+        profile = given.out / f"{given.one}.profile.txt" if given.profile else None
+        found = measure(given.one, given.shape, max(given.steps, 2), profile)
         (given.out / f"{given.one}.json").write_text(json.dumps(found))
         return 0
     arms, failed = {}, []
     for arm in given.arms.split(","):
         words = [sys.executable, __file__, "--out", given.out, "--shape", given.shape, "--steps", given.steps]
+        words += ["--profile"] if given.profile else []
         with open(given.out / f"{arm}.log", "w") as log:
             own = os.environ | {"TQDM_DISABLE": "1"}
             done = subprocess.run([*map(str, words), "--one", arm], stdout=log, stderr=log, env=own, check=False)
