@@ -12,11 +12,12 @@ from qrl.compare import record, table
 from qrl.compare.answers import Answers, References, changed, measured, shown
 from qrl.compare.evidence import Cell, Counts, Questions
 from qrl.compare.outcomes import Answered
+from qrl.compare.scales import Scales, measure_scales
 from qrl.errors import BadInput
 from qrl.files.tables import TEXTS
 from qrl.names import BASE, FULL
-from qrl.stats import Estimate
-from qrl.stats.verdict import Verdict, judge
+from qrl.stats import Estimate, Share
+from qrl.stats.verdict import Gains, Verdict, judge
 
 T = TypeVar("T")
 
@@ -27,7 +28,7 @@ def gain_survival(contrast: Callable[[dict[Cell, float]], T], variant: str, sche
     Args:
         contrast: computes a weighted sum of cells' accuracies, such as `Questions.contrast`.
         variant, scheme: the trained variant, and the quantized scheme q.
-        share: of the full-precision gain to subtract; with ½ the result is above 0 if more than half of the gain is
+        share: of the full-precision gain to subtract: with ½ the result is above 0 if more than half of the gain is
             kept.
 
     Source: a difference in differences; over paired questions its stderr is that of Miller, arXiv 2411.00640, section
@@ -40,7 +41,7 @@ def gain_survival(contrast: Callable[[dict[Cell, float]], T], variant: str, sche
 class Row:
     """One trained variant under one scheme, compared with base.
 
-    `delta` is trained − base. `losses` maps base and the variant to their difference under this scheme − full. For
+    `delta` is trained − base. `scales` compares what the scheme costs both variants. `losses` maps base and the variant to their difference under this scheme − full. For
     `full` there are no losses, and neither gain survival nor a verdict is defined. `mcnemar` tests `delta`; it is None
     unless outcomes are paired, from one run and one answer per question. `bootstrap` repeats `delta` and gain survival
     by resampling. `p_holm` is the verdict's p-value, corrected for all verdicts of the study.
@@ -53,6 +54,7 @@ class Row:
     gain_survival: Estimate | None = None
     verdict: Verdict | None = None
     p_holm: float | None = None
+    scales: Scales | None = None
     losses: dict[str, Estimate] = field(default_factory=dict)
     bootstrap: dict[str, Estimate] = field(default_factory=dict)
 
@@ -60,6 +62,11 @@ class Row:
     def differences(self) -> dict[str, Estimate]:
         """`delta`, and `gain_survival` if it is defined."""
         return {"delta": self.delta} | ({"gain_survival": self.gain_survival} if self.gain_survival else {})
+
+    @property
+    def gain_kept(self) -> Estimate | None:
+        """Share of the gain that is kept; None under full, and where no gain is shown at full precision."""
+        return self.verdict.kept if self.verdict else None
 
     @property
     def holds_together(self) -> bool | None:
@@ -75,7 +82,7 @@ class Comparison:
 
     Attributes:
         evidence: outcomes or counts, from which contrasts are computed.
-        margin: loss of gain that counts as survival; None for half the full-precision gain, at least 0.02.
+        margin: loss of gain that counts as survival; None for a tenth of the full-precision gain, at least 0.01.
         engine: the engine and version that answered every cell; empty if unknown.
         full: how tables show the scheme `full`, with the dtype it was computed in if that is known: `full (bf16)`.
         answered: the table of answers that the outcomes were read from; None if only counts are known.
@@ -170,9 +177,12 @@ class Comparison:
     def rows(self) -> tuple[Row, ...]:
         """Every trained variant under every scheme, with Holm's correction over all verdicts."""
         rows = [self._row(variant, scheme) for variant in self.variants[1:] for scheme in self.schemes]
-        p_values = {i: row.verdict.p_value for i, row in enumerate(rows) if row.verdict}
-        for i, p in stats.holm_by_key(p_values).items():
-            rows[i] = replace(rows[i], p_holm=p)
+        # An inconclusive verdict makes no claim, but its scheme was tested too, and counts in the correction.
+        tested = {place: row.verdict for place, row in enumerate(rows) if row.verdict}
+        p_values = {place: 1.0 if verdict.p_value is None else verdict.p_value for place, verdict in tested.items()}
+        for place, corrected in stats.holm_by_key(p_values).items():
+            if tested[place].p_value is not None:
+                rows[place] = replace(rows[place], p_holm=corrected)
         return tuple(rows)
 
     def row(self, scheme: str, variant: str | None = None) -> Row:
@@ -201,16 +211,33 @@ class Comparison:
         return self.full if scheme == FULL else scheme
 
     def _row(self, variant: str, scheme: str) -> Row:
-        base, trained, base_full, trained_full = ((v, s) for s in (scheme, FULL) for v in (BASE, variant))
-        contrast, bootstrap = self.evidence.contrast, self.evidence.bootstrap
+        base, trained = (BASE, scheme), (variant, scheme)
+        bootstrap = self.evidence.bootstrap
         resampled = {"delta": bootstrap({trained: 1, base: -1})}
         row = Row(variant, scheme, self.difference(trained, base), self.evidence.mcnemar(trained, base))
         if scheme != FULL:
             resampled["gain_survival"] = gain_survival(bootstrap, variant, scheme)
-            survival, kept = (gain_survival(contrast, variant, scheme, share) for share in (1, 0.5))
-            order = (base_full, trained_full, base, trained)
-            four = {names.cell_name(*cell): self.cells[cell].estimate for cell in order}
-            verdict = judge(self.difference(trained_full, base_full), survival, kept, four, self.margin)
-            losses = {BASE: self.difference(base, base_full), variant: self.difference(trained, trained_full)}
-            row = replace(row, gain_survival=survival, verdict=verdict, losses=losses)
+            row = self._with_verdict(row)
         return replace(row, bootstrap={name: value for name, value in resampled.items() if value})
+
+    def _with_verdict(self, row: Row) -> Row:
+        """Return the row of a quantized scheme with what follows from its four cells."""
+        variant, scheme, contrast = row.variant, row.scheme, self.evidence.contrast
+        base, trained, base_full, trained_full = (BASE, scheme), (variant, scheme), (BASE, FULL), (variant, FULL)
+        share = Share(
+            part=row.delta,
+            whole=self.difference(trained_full, base_full),
+            difference=gain_survival(contrast, variant, scheme),
+            less=lambda share: gain_survival(contrast, variant, scheme, share),
+        )
+        four_cells = (base_full, trained_full, base, trained)
+        accuracies = {names.cell_name(*cell): self.cells[cell].estimate for cell in four_cells}
+        verdict = judge(Gains(share, self.margin), accuracies, self.evidence.patterns(four_cells))
+        losses = {BASE: self.difference(base, base_full), variant: self.difference(trained, trained_full)}
+        return replace(
+            row,
+            gain_survival=share.difference,
+            verdict=verdict,
+            scales=measure_scales(self.evidence, variant, scheme, share.difference),
+            losses=losses,
+        )

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -10,9 +11,11 @@ from qrl import stats
 from qrl.names import BASE
 from qrl.stats import Estimate
 from qrl.stats.rates import is_binary
+from qrl.stats.simulate import Patterns
 
 Cell = tuple[str, str]  # (variant, scheme)
 BOOTSTRAP_SEED = 0
+_BITS = 60  # cells whose outcomes fit a number of 64 bits
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ class Counts:
         return None
 
     def bootstrap(self, weights: Mapping[Cell, float]) -> None:
+        return None
+
+    def patterns(self, cells: Sequence[Cell]) -> None:
         return None
 
 
@@ -93,15 +99,56 @@ class Questions:
             vary: whether runs have weights of their own; None: unless all cells are the base's.
         """
         signs = list(weights.values())
+        if len(self.runs) == 1 and self.clusters is None:
+            outcomes, counts = self._combinations
+            places = [self._order.index(cell) for cell in weights]
+            return stats.contrast(outcomes[places], signs, counts=counts)
         stacked = [np.stack([self.cells[cell][run] for cell in weights]) for run in range(len(self.runs))]
         if len(stacked) == 1:
             return stats.contrast(stacked[0], signs, self._clusters)
         vary = any(variant != BASE for variant, _ in weights) if vary is None else vary
         return stats.contrast_over_runs(stacked, signs, self.groups, self.runs, self.n, vary=vary)
 
+    @property
+    def _order(self) -> list[Cell]:
+        return list(self.cells)
+
+    @cached_property
+    def _combinations(self) -> tuple[np.ndarray, np.ndarray]:
+        """One run's (cells, k) different combinations of outcomes, and (k,) how many questions have each.
+
+        Every contrast is computed from these: a million questions have at most a few hundred.
+        """
+        outcomes = np.stack([self.cells[cell][0] for cell in self.cells])
+        if not is_binary(outcomes) or len(outcomes) > _BITS:
+            return outcomes, np.ones(outcomes.shape[1])
+        codes = (1 << np.arange(len(outcomes), dtype=np.int64)) @ outcomes.astype(np.int64)
+        _, first, counts = np.unique(codes, return_index=True, return_counts=True)
+        return outcomes[:, first], counts
+
+    def patterns(self, cells: Sequence[Cell]) -> Patterns | None:
+        """Return how often four cells have each combination of outcomes, to draw studies from.
+
+        None for several runs, groups of questions or shares, of which one question says too little.
+        """
+        if len(self.runs) > 1 or self.clusters is not None:
+            return None
+        outcomes, counts = self._combinations
+        if not is_binary(outcomes):
+            return None
+        of_cells = outcomes[[self._order.index(cell) for cell in cells]]
+        return Patterns(of_cells, counts / counts.sum())
+
     def mcnemar(self, a: Cell, b: Cell) -> float | None:
-        """Return McNemar's exact p of two cells; None for several runs or samples, where it is not defined."""
-        if len(self.runs) > 1 or max(self.samples[a], self.samples[b]) > 1:
+        """Return McNemar's exact p of two cells.
+
+        None for several runs, samples or groups of questions, and for partial credit, where it is not defined.
+        """
+        if len(self.runs) > 1 or self.clusters is not None:
+            return None
+        if not (is_binary(self.cells[a][0]) and is_binary(self.cells[b][0])):
+            return None
+        if max(self.samples[a], self.samples[b]) > 1:
             return None
         return stats.mcnemar(self.cells[a][0], self.cells[b][0])
 

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
+from qrl.stats.clusters import Groups
 from qrl.stats.estimate import TAIL, Estimate, quantile
 from qrl.stats.tails import Tails
 
 
-def contrast(outcomes: ArrayLike, weights: Sequence[float], clusters: ArrayLike | None = None) -> Estimate:
+def contrast(
+    outcomes: ArrayLike, weights: Sequence[float], clusters: ArrayLike | None = None, *, counts: ArrayLike | None = None
+) -> Estimate:
     """Return a weighted sum of cells' accuracies over the same questions: per-question mean, stderr and t interval.
 
     The interval is wider than the t interval where few questions differ from the rest, or where nearly all of those
@@ -23,19 +26,68 @@ def contrast(outcomes: ArrayLike, weights: Sequence[float], clusters: ArrayLike 
             in every row.
         weights: (cells,), such as (1, −1) for a difference.
         clusters: (n,) label of each question's group; None if questions are independent.
+        counts: (n,) how many questions have the outcomes of a column; None if each column is one question. Not for
+            clusters.
 
     Raises:
         ValueError: n < 2, fewer than two groups, or shapes that do not match.
 
     Source: paired differences, Miller, arXiv 2411.00640, section 4; bound at zero deviations, Clopper and Pearson.
     """
-    values, (least, most) = weighted(outcomes, weights), _extremes(weights)
-    stderr, groups = stderr_of_mean(values, clusters)
-    mean = float(values.mean())
-    tails = Tails.of(_sums_by_group(values, clusters) * (groups / len(values)), least, most)
+    values = weighted(outcomes, weights)
+    least, most = _extremes(weights)
+    groups = None if clusters is None else Groups.of(clusters, len(values))
+    if groups and groups.sizes.max(initial=0) > 1:
+        return clustered_contrast(values, groups, weights)
+    repeats = np.ones(len(values)) if counts is None else np.asarray(counts, dtype=float)
+    n = round(float(repeats.sum()))
+    _check_independent(n, n)
+    mean = float(values @ repeats) / n
+    stderr = math.sqrt(float(repeats @ (values - mean) ** 2) / (n - 1) / n)
+    tails = Tails.of(values, repeats, least, most)
     if stderr < 1e-12:
-        stderr = max(mean - least, most - mean) * (1 - TAIL ** (1 / groups)) / quantile(1 - TAIL, groups - 1)
-    return Estimate(mean, stderr, 0, 0, len(values), groups - 1, None, tails, *limits(weights)).bounded()
+        stderr = _unseen(mean, least, most, n) / quantile(1 - TAIL, n - 1)
+    return Estimate(mean, stderr, 0, 0, n, n - 1, None, tails, *limits(weights)).bounded()
+
+
+def clustered_contrast(
+    values: np.ndarray, groups: Groups, weights: Sequence[float], questions: int | None = None
+) -> Estimate:
+    """Return the contrast of weighted sums in groups that are independent of each other.
+
+    The skewness is that of groups. Where few questions change, the bounds are at least as wide as those of independent
+    questions.
+
+    Args:
+        values: (n,) weighted sums, as `weighted` returns them.
+        groups: of the n values.
+        weights: (cells,) of the sums.
+        questions: how many of the values are different questions; None if all are. The answers of several runs to a
+            question count once.
+
+    Raises:
+        ValueError: fewer than two groups.
+    """
+    least, most = _extremes(weights)
+    n = len(values)
+    questions = questions or n
+    _check_independent(n, len(groups.sizes))
+    mean = float(values.mean())
+    stderr, degrees = groups.stderr_of_mean(values), groups.degrees_of_freedom(values)
+    tails = Tails.of(values, np.full(n, questions / n), least, most).of_groups(groups.sums(values - mean), n)
+    if stderr < 1e-12:
+        stderr = _unseen(mean, least, most, groups.effective) / quantile(1 - TAIL, degrees)
+    return Estimate(mean, stderr, 0, 0, questions, degrees, None, tails, *limits(weights)).bounded()
+
+
+def _unseen(mean: float, least: float, most: float, n: float) -> float:
+    """Return how far the true mean may be from one from which none of n values deviates."""
+    return max(mean - least, most - mean) * (1 - TAIL ** (1 / n))
+
+
+def _check_independent(n: int, groups: int) -> None:
+    if groups < 2:
+        raise ValueError(f"{n} questions in {groups} groups give no error bar: expected at least 2 groups.")
 
 
 def relative_change(after: ArrayLike, before: ArrayLike) -> Estimate:
@@ -100,7 +152,10 @@ def bootstrap(
         counts.
     """
     values = weighted(outcomes, weights)
-    sums, sizes = (_sums_by_group(part, clusters) for part in (values, np.ones(len(values))))
+    sums, sizes = values, np.ones(len(values))
+    if clusters is not None:
+        groups = Groups.of(clusters, len(values))
+        sums, sizes = groups.sums(values), groups.sizes.astype(float)
     if clusters is None:  # every size is 1: to sort numbers is faster than to sort pairs
         distinct, counts = np.unique(sums.round(12), return_counts=True)
         kinds = np.stack([distinct, np.ones(len(distinct))])
@@ -142,22 +197,12 @@ def limits(weights: Sequence[float]) -> tuple[float, float]:
     return (least, most) if least < 0 else (-math.inf, math.inf)
 
 
-def _sums_by_group(values: np.ndarray, clusters: ArrayLike | None) -> np.ndarray:
-    """Return (groups,) the sum over each group of questions; the (n,) values themselves if there are no clusters."""
+def stderr_of_mean(values: np.ndarray, clusters: ArrayLike | None) -> tuple[float, float, float]:
+    """Return the standard error of the mean, its degrees of freedom, and the number of independent groups behind it."""
+    n = len(values)
     if clusters is None:
-        return values
-    labels = np.asarray(clusters)
-    if labels.shape != values.shape:
-        shapes = f"{labels.shape} clusters do not match {values.shape} questions"
-        raise ValueError(f"{shapes}: expected one label per question.")
-    _, group = np.unique(labels, return_inverse=True)
-    return np.bincount(group, weights=values)
-
-
-def stderr_of_mean(values: np.ndarray, clusters: ArrayLike | None) -> tuple[float, int]:
-    """Return the standard error of the mean, and the number of independent groups behind it."""
-    centred = _sums_by_group(values - values.mean() if values.size else values, clusters)
-    groups = len(centred)
-    if groups < 2:
-        raise ValueError(f"{len(values)} questions in {groups} groups give no error bar: expected at least 2 groups.")
-    return math.sqrt(groups / (groups - 1) * float(centred @ centred)) / len(values), groups
+        _check_independent(n, n)
+        return float(np.std(values, ddof=1)) / math.sqrt(n), n - 1, n
+    groups = Groups.of(clusters, n)
+    _check_independent(n, len(groups.sizes))
+    return groups.stderr_of_mean(values), groups.degrees_of_freedom(values), groups.effective

@@ -37,15 +37,16 @@ def rate(values: ArrayLike, clusters: ArrayLike | None = None) -> Estimate:
     Raises:
         ValueError: fewer than two questions or two groups, or a value outside 0..1.
 
-    Source: Miller, arXiv 2411.00640, equation 4, times G/(G − 1) for G groups, so that groups of one give the usual
-        error. Averaging a question's samples first is the same as clustering the samples by question. Effective n,
-        shortened for the t distribution of few groups: Korn and Graubard, Survey Methodology 24 (1998) 193.
+    Source: Miller, arXiv 2411.00640, equation 4, with the correction of `clusters`, which is G/(G − 1) for G groups of
+        equal size, so that groups of one give the usual error. Averaging a question's samples first is the same as
+        clustering the samples by question. Effective n, shortened for the t distribution of few groups: Korn and
+        Graubard, Survey Methodology 24 (1998) 193.
     """
     shares = np.asarray(values, dtype=float)
     if shares.size and not (shares.min() >= 0 and shares.max() <= 1):
         raise ValueError(f"Shares range from {shares.min()} to {shares.max()}: expected 0 to 1.")
-    stderr, groups = stderr_of_mean(shares, clusters)
-    return clustered(float(shares.mean()), stderr, len(shares), groups, binary=is_binary(shares))
+    stderr, degrees, groups = stderr_of_mean(shares, clusters)
+    return clustered(float(shares.mean()), stderr, len(shares), degrees, groups, binary=is_binary(shares))
 
 
 def pass_at(k: int, correct: ArrayLike, samples: int) -> np.ndarray:
@@ -84,14 +85,17 @@ def is_binary(shares: np.ndarray) -> bool:
     return bool(np.isin(shares, (0, 1)).all())
 
 
-def clustered(share: float, stderr: float, n: int, groups: int, *, binary: bool) -> Estimate:
+def clustered(share: float, stderr: float, n: int, degrees: float, groups: float, *, binary: bool) -> Estimate:
     """Return a share with Wilson's interval at the number of independent questions that would have this stderr.
 
-    That number is at most n for outcomes of 0 and 1, which `binary` says.
+    Args:
+        degrees: of freedom of the stderr.
+        groups: independent groups of questions, which count if all shares are equal.
+        binary: whether outcomes are 0 or 1; the number of questions is then at most n.
     """
-    effective = float(groups)
+    effective = groups
     if stderr > 0:
-        effective = share * (1 - share) / stderr**2 * (quantile(1 - TAIL) / quantile(1 - TAIL, groups - 1)) ** 2
+        effective = share * (1 - share) / stderr**2 * (quantile(1 - TAIL) / quantile(1 - TAIL, degrees)) ** 2
         effective = min(effective, n) if binary else effective
     return _wilson(share, stderr, n, effective)
 

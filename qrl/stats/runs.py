@@ -12,7 +12,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from qrl.stats.contrasts import contrast, limits, weighted
+from qrl.stats.clusters import Groups
+from qrl.stats.contrasts import clustered_contrast, contrast, limits, stderr_of_mean, weighted
 from qrl.stats.estimate import Estimate, Runs
 from qrl.stats.rates import clustered, is_binary
 
@@ -53,24 +54,26 @@ def contrast_over_runs(
         counted = f"Got {len(outcomes)} runs, {len(groups)} sets of groups and {len(labels)} labels"
         raise ValueError(f"{counted}: expected the same number of each, at least 2.")
     values = [weighted(run, weights) for run in outcomes]
-    own, shared, distinct = _question_variance(values, groups)
+    own, shared = _question_variance(values, groups)
     means = [float(run.mean()) for run in values]
     mean = float(np.mean(means))
+    pooled = _pooled(values, groups, weights, n)
     if not vary:
-        pooled, stderr = _pooled(outcomes, weights, groups), math.sqrt(own / len(values) + shared)
+        stderr = math.sqrt(own / len(values) + shared)
         stderr = stderr if stderr > 1e-12 else pooled.stderr
-        return Estimate(mean, stderr, 0, 0, n, distinct - 1, None, pooled.tails, *limits(weights)).bounded()
+        return Estimate(mean, stderr, 0, 0, n, pooled.df, None, pooled.tails, *limits(weights)).bounded()
     alone = tuple(contrast(outcome, weights, group) for outcome, group in zip(outcomes, groups, strict=True))
     spread = float(np.var(means, ddof=1))
     if max(spread, own + shared) < 1e-24:
-        shared = _pooled(outcomes, weights, groups).stderr ** 2
-    runs = Runs(tuple(labels), alone, spread, own, shared, distinct)
+        shared = pooled.stderr**2
+    runs = Runs(tuple(labels), alone, spread, own, shared, pooled)
     return Estimate(mean, runs.stderr, 0, 0, n, len(labels) - 1, runs, None, *limits(weights)).bounded()
 
 
-def _pooled(outcomes: Sequence[ArrayLike], weights: Sequence[float], groups: Sequence[ArrayLike]) -> Estimate:
+def _pooled(values: Sequence[np.ndarray], groups: Sequence[ArrayLike], weights: Sequence[float], n: int) -> Estimate:
     """Return the contrast of all runs' answers as if one run gave them, clustered by question or group of questions."""
-    return contrast(np.concatenate([np.asarray(run) for run in outcomes], axis=1), weights, np.concatenate(groups))
+    every = np.concatenate(values)
+    return clustered_contrast(every, Groups.of(np.concatenate(groups), len(every)), weights, n)
 
 
 def rate_over_runs(
@@ -87,26 +90,30 @@ def rate_over_runs(
     if vary:
         mean = contrast_over_runs([run[None] for run in shares], (1,), groups, labels, n)
         return replace(mean, least=0.0, most=1.0).bounded()
-    own, shared, distinct = _question_variance(shares, groups)
+    own, shared = _question_variance(shares, groups)
     mean, stderr = float(np.mean([run.mean() for run in shares])), math.sqrt(own / len(shares) + shared)
-    return clustered(mean, stderr, n, distinct, binary=all(map(is_binary, shares)))
+    _, degrees, distinct = stderr_of_mean(np.concatenate(shares), np.concatenate(groups))
+    return clustered(mean, stderr, n, degrees, distinct, binary=all(map(is_binary, shares)))
 
 
-def _question_variance(values: Sequence[np.ndarray], groups: Sequence[ArrayLike]) -> tuple[float, float, int]:
-    """Return what the runs' means owe to their questions: variance of each alone, shared variance, and all groups.
+def _question_variance(values: Sequence[np.ndarray], groups: Sequence[ArrayLike]) -> tuple[float, float]:
+    """Return what the runs' means owe to their questions: the variance of each run alone, and what runs share.
 
     The first is a mean over runs. The second is the covariance of two runs' means, from the groups of questions that
-    both answered, at least 0 since runs of one recipe are exchangeable.
+    both answered, at least 0 since runs of one recipe are exchangeable. Both have the correction of `clusters`.
     """
-    size = 1 + max(int(np.max(run)) for run in groups)
-    sums = np.stack([np.bincount(g, weights=v - v.mean(), minlength=size) for v, g in zip(values, groups, strict=True)])
-    seen = np.stack([np.bincount(run, minlength=size) > 0 for run in groups])
-    counts = seen.sum(axis=1)
-    if counts.min() < 2:
-        raise ValueError("A run has questions of one group only, which give no error bar: expected at least 2 groups.")
-    scaled = sums * (np.sqrt(counts / (counts - 1)) / [len(run) for run in values])[:, None]
+    group_count = 1 + max(int(np.max(run)) for run in groups)
+    scaled = np.zeros((len(values), group_count))
+    for row, outcomes, index in zip(scaled, values, groups, strict=True):
+        sizes = np.bincount(index, minlength=group_count)
+        if np.count_nonzero(sizes) < 2:
+            raise ValueError(
+                "A run has questions of one group only, which give no error bar: expected at least 2 groups."
+            )
+        sums = np.bincount(index, weights=outcomes - outcomes.mean(), minlength=group_count)
+        row[:] = sums / np.sqrt(1 - sizes / len(outcomes)) / len(outcomes)
     covariance = scaled @ scaled.T
     variances, runs = np.diag(covariance), len(values)
     within = float(variances.mean())
     shared = min(within, max(0.0, float(covariance.sum() - variances.sum()) / (runs * (runs - 1))))
-    return within - shared, shared, int(seen.any(axis=0).sum())
+    return within - shared, shared

@@ -9,7 +9,7 @@ the better as for the worse, neither moves the t interval.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -63,27 +63,45 @@ class Tails:
     changes: tuple[Side, Side] | None = None
 
     @classmethod
-    def of(cls, values: np.ndarray, least: float, most: float) -> Tails:
+    def of(cls, values: np.ndarray, repeats: np.ndarray, least: float, most: float) -> Tails:
         """Return the corrections for a mean of independent values.
 
         Args:
-            values: (n,) one per question, or per group of questions.
+            values: (k,) of questions; some may be equal.
+            repeats: (k,) how many questions have each value.
             least, most: what a value can be.
         """
-        n, centred = len(values), values - values.mean()
-        second = float((centred**2).mean())
-        lean = float((centred**3).mean()) / second / n if second > 1e-24 else 0.0
-        kinds, counts = np.unique(values.round(12), return_counts=True)
+        n = round(float(repeats.sum()))
+        mean = float(values @ repeats) / n
+        lean = _lean(values - mean, repeats, n)
+        rounded = values.round(12)
+        kinds, kind = np.unique(rounded, return_inverse=True)
+        counts = np.bincount(kind, weights=repeats)
         if n - counts.max() >= FEW:
             return cls(lean)
-        often = kinds[counts == counts.max()]
-        usual = float(often[0]) if len(often) == 1 else 0.0  # a tie has no usual value
+        most_frequent = kinds[counts == counts.max()]
+        usual = float(most_frequent[0]) if len(most_frequent) == 1 else 0.0  # a tie has no usual value
 
         def side(part: np.ndarray, allowed: float) -> Side:
-            return Side(float(part.mean()), float((part**2).mean()), max(allowed, float(part.max())), n)
+            total, squares = float(part @ repeats) / n, float(part**2 @ repeats) / n
+            return Side(total, squares, max(allowed, float(part.max())), n)
 
-        changes = values.round(12) - usual
+        changes = rounded - usual
         return cls(lean, (side(np.maximum(changes, 0), most - usual), side(np.maximum(-changes, 0), usual - least)))
+
+    def of_groups(self, sums: np.ndarray, n: int) -> Tails:
+        """Return the corrections with the skewness of groups instead of that of questions.
+
+        Args:
+            sums: (groups,) of the residuals of each group's questions.
+            n: questions.
+        """
+        return replace(self, lean=_lean(sums, np.ones(len(sums)), n))
+
+    @property
+    def few(self) -> bool:
+        """Whether few questions deviate, so that the bounds are exact ones."""
+        return self.changes is not None
 
     def reach(self, tail: float, t_reach: float, *, upwards: bool) -> float:
         """Return the distance from the mean to its one-sided bound with error `tail`.
@@ -107,3 +125,9 @@ class Tails:
             return skewed
         out, back = self.changes if upwards else self.changes[::-1]
         return max(skewed, math.hypot(out.bounds(tail)[1] - out.total, back.total - back.bounds(tail)[0]))
+
+
+def _lean(residuals: np.ndarray, repeats: np.ndarray, n: int) -> float:
+    """Return the third cumulant of a mean over its second, from the residuals of what is independent."""
+    second = float(residuals**2 @ repeats)
+    return float(residuals**3 @ repeats) / second / n if second > 1e-24 * n else 0.0

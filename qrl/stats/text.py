@@ -1,5 +1,6 @@
 """Estimates and tables as Markdown."""
 
+import math
 from collections.abc import Iterable
 
 from qrl.stats.estimate import Estimate, signed
@@ -8,6 +9,14 @@ from qrl.stats.estimate import Estimate, signed
 def interval(value: Estimate) -> str:
     """Return a difference with its interval: `+0.040 [−0.087, +0.167]`."""
     return f"{signed(value.estimate)} [{signed(value.low)}, {signed(value.high)}]"
+
+
+def percent(share: Estimate) -> str:
+    """Return a share in percent with its interval: `62 % [58, 66]`; an end that is unknown is `?`."""
+    ends = (f"{100 * end:.0f}".replace("-", "−") if math.isfinite(end) else "?" for end in (share.low, share.high))
+    low, high = ends
+    estimate = f"{100 * share.estimate:.0f}".replace("-", "−")
+    return f"{estimate} % [{low}, {high}]"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:

@@ -1,153 +1,260 @@
-"""The verdict on gain survival: the gain survives, it is lost, or the sample is too small to decide.
+"""The verdict on the gain under a scheme: lost, survives, reduced, or inconclusive.
 
-This is a non-inferiority test. "No significant loss" is no evidence of survival, so survival must be shown against a
-margin.
+A reader wants to know what is left of the gain. So each word is a claim that is *shown*, by 95 % bounds, and the first
+one that is shown is the verdict:
+
+1. *lost*: more than half of the gain is lost; all of it, if no gain is shown under the scheme.
+2. *survives*: a gain is shown under the scheme, and less of it is lost than the margin. This is a non-inferiority test:
+   that no loss is significant is no evidence of survival.
+3. *reduced*: some of the gain is lost.
+4. *inconclusive*: none of these. What is shown all the same is said, and how many questions would decide.
 """
 
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal, get_args
 
 from qrl.stats.estimate import LEVEL, TAIL, Estimate, quantile, signed
-from qrl.stats.text import interval
+from qrl.stats.shares import Share
+from qrl.stats.simulate import Patterns, questions_to_decide
+from qrl.stats.text import interval, percent
+
+Word = Literal["lost", "survives", "reduced", "inconclusive"]
+WORDS: tuple[Word, ...] = get_args(Word)
 
 POWER = 0.80  # of `smallest_effect` and of the n that would decide
-MIN_MARGIN = 0.02  # accuracy: a smaller loss than this is of no practical interest
-KINK = 2 * MIN_MARGIN  # the gain at which the default margin turns from `MIN_MARGIN` into half the gain
+MIN_MARGIN = 0.01  # accuracy: a smaller loss than this is of no practical interest
+MARGIN_SHARE = 0.1  # of the gain
+KINK = MIN_MARGIN / MARGIN_SHARE  # the gain at which the default margin turns from `MIN_MARGIN` into a share of it
 FLOOR, CEILING = 0.05, 0.95  # accuracy: beyond these a cell can hardly lose or gain
+FEW_CHANGES = 100  # expected changes: below this, the n that would decide comes from simulation
+FURTHEST = 1000  # times the present questions: a larger n is not named
 
 
 @dataclass(frozen=True)
 class Verdict:
     """A study's conclusion about the gain under one scheme, with its reason.
 
-    `margin` is the largest loss of accuracy that still counts as survival. `smallest_effect` is the change of the gain
-    that this n detects with 80 % power. `n_to_decide` is the number of questions that would settle an inconclusive
-    verdict with 80 % power, None if it is settled or if no n up to a thousand times the present one would;
-    `seeds_to_decide` is the number of training runs that would do so at this n, where there are several. `p_value` is
-    one-sided, against the margin; None if there was nothing to test.
+    Attributes:
+        verdict: one of `WORDS`.
+        reason: what is shown, with the bounds that show it.
+        margin: the largest loss of accuracy that still counts as survival.
+        smallest_effect: the change of the gain that this n detects with 80 % power.
+        kept: the share of the gain that is kept; None if no gain is shown at full precision.
+        all_lost: whether no gain is shown under the scheme, where the verdict is `lost`.
+        more_than_half_kept: whether that is shown.
+        remarks: on cells at floor or ceiling.
+        n_to_decide: questions that would settle an inconclusive verdict with 80 % power, if the estimates are the
+            truth; None if it is settled, or if no n up to a thousand times the present one would.
+        seeds_to_decide: training runs that would do so at this n, where there are several.
+        p_value: one-sided, of the claim that the verdict makes; None if it makes none.
     """
 
-    verdict: Literal["survives", "lost", "inconclusive"]
+    verdict: Word
     reason: str
     margin: float
     smallest_effect: float
+    kept: Estimate | None = None
+    all_lost: bool = False
+    more_than_half_kept: bool = False
+    remarks: tuple[str, ...] = ()
     n_to_decide: int | None = None
     seeds_to_decide: int | None = None
     p_value: float | None = None
 
-
-def default_margin(gain: float) -> float:
-    """Return half the full-precision gain, at least 0.02: a gain that survives keeps more than half of itself."""
-    return max(MIN_MARGIN, gain / 2)
-
-
-def judge(
-    gain: Estimate, survival: Estimate, kept: Estimate, accuracies: dict[str, float], margin: float | None = None
-) -> Verdict:
-    """Return the verdict on gain survival under one scheme.
-
-    `survives` if the one-sided 95 % lower bound of gain survival is above −margin, `lost` if the upper bound is below
-    it, else `inconclusive`. Always `inconclusive` if the interval of the full-precision gain is not above 0, or if a
-    cell is at floor or ceiling; also instead of `survives` if the gain is no larger than the margin. The default margin
-    is *estimated*; `_against` says what that adds.
-
-    Args:
-        gain: full-precision gain, g_full − b_full.
-        survival: (g_q − b_q) − (g_full − b_full).
-        kept: (g_q − b_q) − ½ (g_full − b_full), above 0 if more than half of the gain is kept.
-        accuracies: cell's name → accuracy, of the four cells.
-        margin: loss of accuracy that still counts as survival; None for `default_margin`.
-    """
-    tested = _against(gain, survival, kept, margin)
-    survives, lost = tested.p_survives < 1 - LEVEL, tested.p_lost < 1 - LEVEL
-    margin, below = tested.margin, signed(-tested.margin)
-    conclude = partial(Verdict, margin=margin, smallest_effect=smallest_detectable(survival))
-    if edge := _edge(accuracies):
-        return conclude("inconclusive", edge)
-    if not gain.low > 0:
-        reason = f"the full-precision gain, {interval(gain)}, is not shown to be above 0"
-        reason += ", so there is nothing to survive"
-        if tested.undecidable(gain):
-            reason += f"; a gain no larger than the margin, {margin:.3f}, could not be said to survive at any n"
-        return conclude("inconclusive", reason, **_to_decide(gain, tested))
-    if survives and gain.estimate <= margin:
-        reason = f"the full-precision gain, {signed(gain.estimate)}, is no larger than the margin, {margin:.3f}"
-        reason += ", so even losing all of it would count as survival"
-        return conclude("inconclusive", reason, p_value=tested.p_survives)
-    if survives:
-        bound = f"the one-sided 95 % lower bound of gain survival, {signed(survival.lower)},"
-        if tested.tail == TAIL:
-            bound = f"the lower end of the 95 % interval of gain survival, {signed(survival.low)},"
-            bound += " (used because either margin may apply, so each gets half the error)"
-        return conclude("survives", f"{bound} is above −margin, {below}", p_value=tested.p_survives)
-    if lost:
-        reason = f"the one-sided 95 % upper bound of gain survival, {signed(survival.upper)}, is below −margin, {below}"
-        return conclude("lost", reason, p_value=tested.p_lost)
-    bounds = f"{signed(survival.lower)} and {signed(survival.upper)}"
-    reason = f"−margin, {below}, is between the one-sided 95 % bounds of gain survival, {bounds}"
-    if not survival.lower <= -margin <= survival.upper:
-        reason = (
-            f"the margin, {margin:.3f}, is half of an estimated gain, and once the error of that estimate is included"
-        )
-        reason += ", −margin is within the one-sided 95 % bounds"
-    p_value = min(tested.p_survives, tested.p_lost)
-    return conclude("inconclusive", reason, p_value=p_value, **_to_decide(gain, tested))
+    @property
+    def headline(self) -> str:
+        """The verdict and the share of the gain that is kept: `reduced: 62 % [58, 66] of the gain is kept`."""
+        word = "lost, all of it" if self.all_lost else self.verdict
+        if self.kept is None:
+            return f"{word}: no gain is shown at full precision"
+        return f"{word}: {percent(self.kept)} of the gain is kept"
 
 
 @dataclass(frozen=True)
-class _Tested:
-    """The p-values of both claims against a margin, and the estimates and bounds that a larger study must separate."""
+class Gains:
+    """The gain at full precision and under a scheme, and the claims that their bounds show.
 
-    margin: float
-    p_survives: float
-    p_lost: float
-    tests: list[tuple[Estimate, float]]
-    tail: float = 1 - LEVEL
-
-    def undecidable(self, gain: Estimate) -> bool:
-        """Whether the estimates, if they are the truth, allow no verdict: all of the gain is within the margin."""
-        survival, bound = self.tests[0]
-        return gain.estimate <= self.margin and survival.estimate >= bound
-
-
-def _against(gain: Estimate, survival: Estimate, kept: Estimate, margin: float | None) -> _Tested:
-    """Test gain survival against its margin, including the margin's own error if it is estimated.
-
-    Half an *estimated* gain is a margin with an error. There the bound of `kept`, which includes that error, must
-    agree. Which margin applies, 0.02 or half the gain, is estimated too. As long as the gain's interval contains 0.04,
-    where the two meet, surviving means losing less than either margin, so either test may show it, at half the error
-    each; being lost means losing more than both, so both tests must show it.
-
-    Source: a non-inferiority test, with a fixed margin or with one that is a share of an estimated effect (the
-        fixed-margin and the synthesis method of FDA, Non-Inferiority Clinical Trials to Establish Effectiveness, 2016).
-        Claims of the form "either" and "both": union-intersection and intersection-union tests, Casella and Berger,
-        Statistical Inference, 2nd ed. (2002), section 8.2.3, the former with Bonferroni's bound.
+    Attributes:
+        share: the gain under the scheme as a part of the gain at full precision.
+        set_margin: loss of accuracy that still counts as survival; None for `default_margin`.
     """
-    fixed = default_margin(gain.estimate) if margin is None else margin
-    tests = [(survival, -fixed)]
-    p_fixed = survival.p_above(-fixed)
-    if margin is not None or gain.high <= KINK:
-        return _Tested(fixed, p_fixed, 1 - p_fixed, tests)
-    p_kept = kept.p_above(0)
-    p_half, p_lost = max(p_fixed, p_kept), 1 - min(p_fixed, p_kept)
-    if gain.low >= KINK:
-        return _Tested(fixed, p_half, p_lost, [*tests, (kept, 0.0)])
-    p_either = min(1.0, 2 * min(p_half, survival.p_above(-MIN_MARGIN)))
-    return _Tested(fixed, p_either, p_lost, [*tests, (kept, 0.0)] if fixed > MIN_MARGIN else tests, TAIL)
+
+    share: Share
+    set_margin: float | None = None
+
+    @property
+    def full(self) -> Estimate:
+        return self.share.whole
+
+    @property
+    def quantized(self) -> Estimate:
+        return self.share.part
+
+    @property
+    def survival(self) -> Estimate:
+        return self.share.difference
+
+    @property
+    def margin(self) -> float:
+        """The largest loss that counts as survival; the default one is estimated."""
+        return default_margin(self.full.estimate) if self.set_margin is None else self.set_margin
+
+    @cached_property
+    def half(self) -> Estimate:
+        """(g_q − b_q) − ½ (g − b): above 0 if more than half of the gain is kept."""
+        return self.share.beyond(0.5)
+
+    @cached_property
+    def survival_tests(self) -> list[tuple[Estimate, float]]:
+        """Estimates, each with the number that it must be above if the loss is smaller than the margin.
+
+        A tenth of an *estimated* gain is a margin with an error. There the contrast that includes this error is tested:
+        whether more than nine tenths are kept. Which margin applies, 0.01 or a tenth, is estimated too: as long as the
+        gain's interval contains 0.1, where the two meet, both tests must be passed. The true margin is the larger of
+        the two, so that each test alone keeps the level, and a wrong choice between them only makes the claim harder.
+
+        Source: a non-inferiority test, with a fixed margin or with one that is a share of an estimated effect (the
+            fixed-margin and the synthesis method of FDA, Non-Inferiority Clinical Trials to Establish Effectiveness,
+            2016). Both tests at their level: intersection-union test, Casella and Berger, Statistical Inference, 2nd
+            ed. (2002), section 8.2.3.
+        """
+        if self.set_margin is not None:
+            return [(self.survival, -self.set_margin)]
+        fixed = (self.survival, -MIN_MARGIN)
+        if self.full.high <= KINK:
+            return [fixed]
+        of_gain = (self.share.beyond(1 - MARGIN_SHARE), 0.0)
+        return [of_gain] if self.full.low >= KINK else [fixed, of_gain]
+
+    @property
+    def is_shown(self) -> bool:
+        return self.full.low > 0
+
+    @property
+    def is_shown_quantized(self) -> bool:
+        return self.quantized.low > 0
+
+    @property
+    def is_more_than_half_lost(self) -> bool:
+        return self.half.upper < 0
+
+    @property
+    def is_more_than_half_kept(self) -> bool:
+        return self.half.lower > 0
+
+    @property
+    def is_within_margin(self) -> bool:
+        return all(estimate.lower > bound for estimate, bound in self.survival_tests)
+
+    @property
+    def is_reduced(self) -> bool:
+        return self.survival.upper < 0
+
+    def word(self) -> Word:
+        """Return the verdict: the first claim that is shown."""
+        if not self.is_shown:
+            return "inconclusive"
+        if self.is_more_than_half_lost:
+            return "lost"
+        if self.is_within_margin and self.is_shown_quantized:
+            return "survives"
+        return "reduced" if self.is_reduced else "inconclusive"
 
 
-def _edge(accuracies: dict[str, float]) -> str | None:
-    """Return a sentence about the first cell at floor or ceiling, if there is one."""
+def default_margin(gain: float) -> float:
+    """Return a tenth of the full-precision gain, at least 0.01."""
+    return max(MIN_MARGIN, gain * MARGIN_SHARE)
+
+
+def judge(gains: Gains, accuracies: dict[str, float], patterns: Patterns | None = None) -> Verdict:
+    """Return the verdict on the gain under one scheme, with its reason.
+
+    Gains are shown by their two-sided 95 % intervals, as the table prints them; claims about gain survival by one-sided
+    95 % bounds, so that each is wrong in at most 5 % of studies.
+
+    Args:
+        gains: at full precision and under the scheme.
+        accuracies: cell's name → accuracy, of the four cells.
+        patterns: how often the four cells have each combination of outcomes, for the n that would decide; None if that
+            is unknown, or if questions or runs depend on each other.
+    """
+    word = gains.word()
+    reason, p_value = _REASONS[word](gains)
+    n, seeds = _to_decide(gains, patterns) if word == "inconclusive" else (None, None)
+    return Verdict(
+        word,
+        reason,
+        gains.margin,
+        smallest_detectable(gains.survival),
+        kept=gains.share.kept,
+        all_lost=word == "lost" and not gains.is_shown_quantized,
+        more_than_half_kept=gains.is_shown and gains.is_more_than_half_kept,
+        remarks=tuple(_at_edge(accuracies)),
+        n_to_decide=n,
+        seeds_to_decide=seeds,
+        p_value=p_value,
+    )
+
+
+def _lost(gains: Gains) -> tuple[str, float]:
+    p_value = 1 - gains.half.p_above(0)
+    if not gains.is_shown_quantized:
+        return f"the gain under the scheme, {interval(gains.quantized)}, is not shown to be above 0", p_value
+    kept = gains.share.kept
+    most = f"at most {100 * kept.upper:.0f} % of the gain is kept" if kept else "more than half of the gain is lost"
+    return f"{most} (one-sided 95 % bound)", p_value
+
+
+def _survives(gains: Gains) -> tuple[str, float]:
+    p_value = max(estimate.p_above(bound) for estimate, bound in gains.survival_tests)
+    bound = f"the one-sided 95 % lower bound of gain survival, {signed(gains.survival.lower)},"
+    return f"{bound} is above −margin, {signed(-gains.margin)}, and the scheme's own gain is above 0", p_value
+
+
+def _reduced(gains: Gains) -> tuple[str, float]:
+    p_value = 1 - gains.survival.p_above(0)
+    reason = f"the one-sided 95 % upper bound of gain survival, {signed(gains.survival.upper)}, is below 0"
+    half = "more than half of the gain is shown to be kept"
+    if not gains.is_more_than_half_kept:
+        half = "whether more than half of the gain is kept is not shown"
+    return f"{reason}; {half}", p_value
+
+
+def _inconclusive(gains: Gains) -> tuple[str, None]:
+    if not gains.is_shown:
+        gain = interval(gains.full)
+        return f"the full-precision gain, {gain}, is not shown to be above 0, so there is nothing to survive", None
+    bounds = f"{signed(gains.survival.lower)} and {signed(gains.survival.upper)}"
+    reason = f"the one-sided 95 % bounds of gain survival are {bounds}, and the margin is {gains.margin:.3f}"
+    if gains.is_within_margin:
+        reason += f"; the gain under the scheme, {interval(gains.quantized)}, is not shown to be above 0"
+    kept = gains.share.kept
+    if kept and kept.lower > 0:
+        reason += f"; at least {100 * kept.lower:.0f} % of the gain is kept"
+    return reason, None
+
+
+_REASONS: dict[Word, Callable[[Gains], tuple[str, float | None]]] = {
+    "lost": _lost,
+    "survives": _survives,
+    "reduced": _reduced,
+    "inconclusive": _inconclusive,
+}
+
+
+def _at_edge(accuracies: dict[str, float]) -> list[str]:
+    """Return a remark on each cell at floor or ceiling: differences on other scales than points may look larger."""
+    remarks = []
     for name, rate in accuracies.items():
-        if not FLOOR <= rate <= CEILING:
-            edge, change = ("floor", "lose") if rate < FLOOR else ("ceiling", "gain")
-            at_edge = f"{name} is at the {edge} (accuracy {rate:.3f}) and can hardly {change} anything"
-            return f"{at_edge}, so differences between cells mean little"
-    return None
+        if rate < FLOOR:
+            remarks.append(f"{name} is at the floor (accuracy {rate:.3f}) and can hardly lose anything")
+        elif rate > CEILING:
+            remarks.append(f"{name} is at the ceiling (accuracy {rate:.3f}) and can hardly gain anything")
+    return remarks
 
 
 def smallest_detectable(contrast: Estimate, tail: float = TAIL) -> float:
@@ -158,26 +265,67 @@ def smallest_detectable(contrast: Estimate, tail: float = TAIL) -> float:
     return max(contrast.reach(tail, upwards=upwards) for upwards in (False, True)) + quantile(POWER) * contrast.stderr
 
 
-def _to_decide(gain: Estimate, tested: _Tested) -> dict[str, Any]:
-    """Return `n_to_decide` and `seeds_to_decide` of the verdict, if the estimates are the truth."""
-    settled = [(gain, gain.estimate, TAIL)]
-    settled += [(test, abs(test.estimate - bound), tested.tail) for test, bound in tested.tests]
-    if gain.estimate <= 0 or tested.undecidable(gain) or min(distance for _, distance, _ in settled) < 1e-9:
-        return {}
-    if gain.runs is None:  # every reach and stderr shrinks with the root of n
-        times = max(smallest_detectable(value, tail) / distance for value, distance, tail in settled) ** 2
-        n = max(gain.n + 1, math.ceil(gain.n * times))
-        return {"n_to_decide": n if n <= 1000 * gain.n else None}
+@dataclass(frozen=True)
+class _Condition:
+    """An estimate whose bound must clear a number for a claim to be shown.
+
+    `distance` is how far the estimate is on the right side of the number; not above 0 if the claim is false.
+    """
+
+    estimate: Estimate
+    distance: float
+    tail: float = field(default=1 - LEVEL)
+    upwards: bool = False  # the bound on this side must clear it
+
+    def questions(self) -> float:
+        """Return how many times the questions are needed, if error and bound shrink with their root."""
+        needed = self.estimate.reach(self.tail, upwards=self.upwards) + quantile(POWER) * self.estimate.stderr
+        return (needed / self.distance) ** 2
+
+    def is_met(self, questions: float, runs: int) -> bool:
+        """Return whether that many times the questions and that many runs show the claim with `POWER`."""
+        if self.estimate.runs is None:
+            return self.questions() <= questions
+        projected = self.estimate.runs.projected(questions, runs)
+        needed = projected.reach(self.tail, upwards=self.upwards) + quantile(POWER) * projected.stderr
+        return needed <= self.distance
+
+
+def _ways_to_decide(gains: Gains) -> list[list[_Condition]]:
+    """Return for each verdict that the estimates allow, if they are the truth, what must be shown for it."""
+    shown = _Condition(gains.full, gains.full.estimate, TAIL)
+    survives = [_Condition(estimate, estimate.estimate - bound) for estimate, bound in gains.survival_tests]
+    ways = [
+        [shown, _Condition(gains.half, -gains.half.estimate, upwards=True)],
+        [shown, *survives, _Condition(gains.quantized, gains.quantized.estimate, TAIL)],
+        [shown, _Condition(gains.survival, -gains.survival.estimate, upwards=True)],
+    ]
+    return [way for way in ways if all(condition.distance > 1e-9 for condition in way)]
+
+
+def _to_decide(gains: Gains, patterns: Patterns | None) -> tuple[int | None, int | None]:
+    """Return the questions, and the training runs, that would settle the verdict if the estimates are the truth."""
+    ways = _ways_to_decide(gains)
+    present = gains.full.n
+    if not ways:
+        return None, None
+    if gains.full.runs is None:
+        times = min(max(condition.questions() for condition in way) for way in ways)
+        questions = max(present + 1, math.ceil(present * times))
+        if patterns is not None and patterns.changes(min(questions, FURTHEST * present)) < FEW_CHANGES:
+            return questions_to_decide(patterns, _word_of(gains.set_margin), present + 1, FURTHEST * present), None
+        return (questions if questions <= FURTHEST * present else None), None
 
     def decides(questions: float, runs: int) -> bool:
-        expected = (
-            (value.runs.projected(questions, runs), distance, tail) for value, distance, tail in settled if value.runs
-        )
-        return all(of.reach(tail) + quantile(POWER) * of.stderr <= distance for of, distance, tail in expected)
+        return any(all(condition.is_met(questions, runs) for condition in way) for way in ways)
 
-    present = gain.runs.count
-    n = least(lambda n: decides(n / gain.n, present), gain.n + 1, 1000 * gain.n)
-    return {"n_to_decide": n, "seeds_to_decide": least(lambda runs: decides(1.0, runs), present + 1, 1000)}
+    runs = gains.full.runs.count
+    n = least(lambda n: decides(n / present, runs), present + 1, FURTHEST * present)
+    return n, least(lambda runs: decides(1.0, runs), runs + 1, 1000)
+
+
+def _word_of(margin: float | None) -> Callable[[Share], Word]:
+    return lambda share: Gains(share, margin).word()
 
 
 def least(holds: Callable[[int], bool], first: int, last: int) -> int | None:

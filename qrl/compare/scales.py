@@ -1,0 +1,148 @@
+"""Does quantization take more from the trained variant than from the base? The answer on three scales.
+
+In points a variant with a higher accuracy has more to lose. As a share of its accuracy, or in log-odds, it may lose
+less. Where the scales disagree, naming one of them alone would mislead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qrl import stats
+from qrl.names import BASE, FULL
+from qrl.stats import Estimate, Share
+from qrl.stats.text import interval, percent, table
+
+if TYPE_CHECKING:
+    from qrl.compare.comparison import Comparison
+    from qrl.compare.evidence import Cell, Counts, Questions
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What a scheme costs the trained variant, compared with what it costs the base.
+
+    Attributes:
+        kept: variant → accuracy under the scheme / accuracy at full precision; None if the latter is not above 0.
+        points: loss of the trained variant minus loss of the base, which is gain survival; below 0 if training made it
+            worse.
+        ratio: of `kept`, trained / base; below 1 if training made it worse.
+        log_odds: change of the trained variant's log-odds minus that of the base's; below 0 if training made it worse.
+    """
+
+    kept: Mapping[str, Estimate | None]
+    points: Estimate
+    ratio: Estimate
+    log_odds: Estimate
+
+    @property
+    def signs(self) -> dict[str, int]:
+        """Scale → 1 if the trained variant is shown to lose less there, −1 if more, 0 if neither is shown."""
+        return {
+            "points": _sign(self.points, 0.0),
+            "share": _sign(self.ratio, 1.0),
+            "log-odds": _sign(self.log_odds, 0.0),
+        }
+
+    @property
+    def agree(self) -> bool | None:
+        """Whether all scales show the same sign; None if a difference is shown on some of them, or on none."""
+        shown = set(self.signs.values())
+        if {1, -1} <= shown:
+            return False
+        return None if 0 in shown else True
+
+
+def _sign(value: Estimate, neutral: float) -> int:
+    return int(value.low > neutral) - int(value.high < neutral)
+
+
+def measure_scales(evidence: Questions | Counts, variant: str, scheme: str, points: Estimate) -> Scales:
+    """Return what a scheme costs a variant and the base, on all scales.
+
+    Args:
+        evidence: from which contrasts of cells are computed.
+        variant, scheme: the trained variant, and the quantized scheme.
+        points: gain survival.
+    """
+    cells: list[Cell] = [(variant, scheme), (variant, FULL), (BASE, scheme), (BASE, FULL)]
+    accuracies = [evidence.accuracy(cell).estimate for cell in cells]
+
+    def contrast(weights) -> Estimate:
+        return evidence.contrast(dict(zip(cells, weights, strict=True)))
+
+    return Scales(
+        kept={name: _accuracy_kept(evidence, name, scheme) for name in (BASE, variant)},
+        points=points,
+        ratio=stats.ratio_of_shares(accuracies, contrast, evidence.n),
+        log_odds=stats.difference_in_log_odds(accuracies, contrast, evidence.n),
+    )
+
+
+def _accuracy_kept(evidence: Questions | Counts, variant: str, scheme: str) -> Estimate | None:
+    quantized, full = (variant, scheme), (variant, FULL)
+    share = Share(
+        part=evidence.contrast({quantized: 1}),
+        whole=evidence.contrast({full: 1}),
+        difference=evidence.contrast({quantized: 1, full: -1}),
+        less=lambda share: evidence.contrast({quantized: 1, full: -share}),
+    )
+    return share.kept
+
+
+def sections(comparison: Comparison) -> list[str]:
+    """Return Markdown lines: a table per trained variant, and a sentence per scheme; none without quantized schemes."""
+    lines = []
+    for variant in comparison.variants[1:]:
+        rows = [row for row in comparison.rows if row.variant == variant and row.scales]
+        if not rows:
+            continue
+        body = []
+        for row in rows:
+            kept = [_kept(row.scales.kept[name]) for name in (BASE, variant)]
+            body.append((comparison.shown(row.scheme), *kept, _ratio(row.scales.ratio), interval(row.scales.log_odds)))
+        head = ("scheme", f"accuracy kept: {BASE}", f"accuracy kept: {variant}", "ratio", "difference in log-odds")
+        sentences = [f"- {comparison.shown(row.scheme)}: {sentence(row.scales, variant)}" for row in rows]
+        title = f"## Does quantization cost {variant} more than {BASE}?"
+        note = (
+            f"*accuracy kept* = accuracy under the scheme / accuracy at full precision (n = {comparison.n}). *ratio* = "
+            f"{variant} / {BASE}; above 1, {variant} keeps more. In points the difference is gain survival, above."
+        )
+        lines += [title, "", *table(head, body), "", *sentences, "", note, ""]
+    return lines
+
+
+def sentence(scales: Scales, variant: str) -> str:
+    """Return in a sentence on which scales quantization costs the trained variant more or less than the base."""
+    texts = {
+        "points": f"{interval(scales.points)} in points",
+        "share": f"{_ratio(scales.ratio)} as a ratio of accuracy kept",
+        "log-odds": f"{interval(scales.log_odds)} in log-odds",
+    }
+    less = [texts[name] for name, sign in scales.signs.items() if sign > 0]
+    more = [texts[name] for name, sign in scales.signs.items() if sign < 0]
+    unclear = [texts[name] for name, sign in scales.signs.items() if sign == 0]
+    if less and more:
+        return (
+            f"the scales disagree. It costs {variant} more than {BASE} on one scale ({', '.join(more)}) and less on "
+            f"another ({', '.join(less)}), so neither alone answers the question."
+        )
+    if not less and not more:
+        return f"on no scale is a difference between {variant} and {BASE} shown ({', '.join(unclear)})."
+    direction, shown = ("less", less) if less else ("more", more)
+    if not unclear:
+        return f"the scales agree. It costs {variant} {direction} than {BASE}: {', '.join(shown)}."
+    return (
+        f"it costs {variant} {direction} than {BASE} on some scales ({', '.join(shown)}); on others no difference is "
+        f"shown ({', '.join(unclear)})."
+    )
+
+
+def _kept(share: Estimate | None) -> str:
+    return "not defined" if share is None else percent(share)
+
+
+def _ratio(value: Estimate) -> str:
+    return f"{value.estimate:.2f} [{value.low:.2f}, {value.high:.2f}]"
