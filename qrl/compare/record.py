@@ -6,27 +6,42 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from qrl import names
-from qrl.compare import answers
+from qrl.compare import answers, scales
 from qrl.stats import Estimate
 
 if TYPE_CHECKING:
     from qrl.compare.comparison import Comparison, Row
     from qrl.compare.evidence import Cell
 
-_VERDICT = ("verdict", "reason", "margin", "smallest_effect", "n_to_decide", "seeds_to_decide", "p_value")
+_VERDICT = (
+    "verdict",
+    "headline",
+    "reason",
+    "all_lost",
+    "more_than_half_kept",
+    "remarks",
+    "margin",
+    "smallest_effect",
+    "n_to_decide",
+    "seeds_to_decide",
+    "p_value",
+)
 
 
 def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the contract `table.json`: one entry per scheme.
 
     Returns:
-        scheme → {"label", "trained", "delta", "gain_survival", "verdict", "reason", "margin", "smallest_effect",
-        "n_to_decide", "seeds_to_decide", "p_value", "p_holm", "holds_after_holm", "p_delta", "mcnemar", "bootstrap",
-        "loss": {variant: …}, "seeds", "between_seed_sd", "within_seed_sd", "per_seed", "paired", "engine", "cells":
-        {variant: {"n", "accuracy", "stderr", "low", "high"}}, "answers": {variant: …}}.
+        scheme → {"label", "trained", "delta", "gain_survival", "gain_kept", "verdict", "headline", "reason",
+        "all_lost", "more_than_half_kept", "remarks", "margin", "smallest_effect", "n_to_decide", "seeds_to_decide",
+        "p_value", "p_holm", "holds_after_holm", "p_delta", "mcnemar", "bootstrap", "loss": {variant: …},
+        "accuracy_kept": {variant: …}, "accuracy_kept_ratio", "log_odds_difference", "scales_agree", "scales",
+        "seeds", "between_seed_sd", "within_seed_sd", "per_seed", "paired", "engine", "cells": {variant: {"n",
+        "accuracy", "stderr", "low", "high"}}, "answers": {variant: …}}.
 
-        Differences are {"estimate", "stderr", "low", "high"}. Under full, gain survival and all that depends on it are
-        null. `label` is the scheme as tables show it: `full (bf16)`. `seeds` counts training runs, null if only counts
+        Differences and shares are {"estimate", "stderr", "low", "high"}. Under full, gain survival and all that depends
+        on it are null; so is a share of what is not shown to be above 0. "headline" is the verdict with the share of
+        the gain that is kept, "scales" a sentence on points, shares of accuracy and log-odds. `label` is the scheme as tables show it: `full (bf16)`. `seeds` counts training runs, null if only counts
         are known. With one run the spreads are null and `per_seed` is empty; with several, both spreads map "delta" and
         "gain_survival" to standard deviations, and `per_seed` maps each seed to the same two differences, whose errors
         come from its questions alone. Cells with several samples per question also have "samples" and "pass_at": {k:
@@ -53,16 +68,19 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
 
 def as_metrics(comparison: Comparison) -> dict[str, float]:
-    """Return `compare/delta_<scheme>`, `compare/gain_survival_<scheme>`, and their `_stderr`, `_low`, `_high`.
+    """Return `compare/delta_<scheme>`, `compare/gain_survival_<scheme>`, `compare/gain_kept_<scheme>`, and their ends.
 
-    Beside them are `compare/<measure>_change_<scheme>` with the same ends, for each measure of `answers.MEASURES` that
+    The ends are `_stderr`, `_low`, `_high`. Beside them are `compare/<measure>_change_<scheme>` with the same ends, for each measure of `answers.MEASURES` that
     is known, and `compare/right_to_wrong_<scheme>`, `compare/wrong_to_right_<scheme>`. For base and for further trained
     variants the scheme is followed by their label.
     """
     metrics = {}
     for row in comparison.rows:
+        suffix = _suffix(comparison, (row.variant, row.scheme))
+        if row.gain_kept:
+            metrics |= with_ends(f"compare/gain_kept_{suffix}", row.gain_kept, "stderr")
         for name, value in row.differences.items():
-            key = f"compare/{name}_{_suffix(comparison, (row.variant, row.scheme))}"
+            key = f"compare/{name}_{suffix}"
             metrics |= with_ends(key, value, "stderr")
             if value.runs:
                 between, within = value.runs.between_sd, value.runs.within_sd
@@ -97,11 +115,17 @@ def numbers(value: Estimate) -> dict[str, float]:
     return {"estimate": value.estimate, "stderr": value.stderr, "low": value.low, "high": value.high}
 
 
+def numbers_or_null(value: Estimate | None) -> dict[str, float] | None:
+    """Return an estimate as JSON, null where it is not defined."""
+    return None if value is None else numbers(value)
+
+
 def _row(row: Row) -> dict[str, Any]:
     return {
         "trained": row.variant,
         "delta": numbers(row.delta),
-        "gain_survival": numbers(row.gain_survival) if row.gain_survival else None,
+        "gain_survival": numbers_or_null(row.gain_survival),
+        "gain_kept": numbers_or_null(row.gain_kept),
         **{key: getattr(row.verdict, key) if row.verdict else None for key in _VERDICT},
         "p_holm": row.p_holm,
         "holds_after_holm": row.holds_together,
@@ -109,7 +133,22 @@ def _row(row: Row) -> dict[str, Any]:
         "mcnemar": row.mcnemar,
         "bootstrap": {name: numbers(value) for name, value in row.bootstrap.items()},
         "loss": {variant: numbers(loss) for variant, loss in row.losses.items()},
+        **_scales(row),
         **_seeds(row),
+    }
+
+
+def _scales(row: Row) -> dict[str, Any]:
+    """Return what the scheme costs the variant and the base on other scales than points."""
+    if row.scales is None:
+        keys = ("accuracy_kept", "accuracy_kept_ratio", "log_odds_difference", "scales_agree", "scales")
+        return dict.fromkeys(keys)
+    return {
+        "accuracy_kept": {variant: numbers_or_null(share) for variant, share in row.scales.kept.items()},
+        "accuracy_kept_ratio": numbers(row.scales.ratio),
+        "log_odds_difference": numbers(row.scales.log_odds),
+        "scales_agree": row.scales.agree,
+        "scales": scales.sentence(row.scales, row.variant),
     }
 
 

@@ -1,9 +1,9 @@
-"""What share of a whole is kept: of a gain under a scheme, or of an accuracy. A ratio of two contrasts with an interval.
+"""What share of a whole is kept, of a gain or of an accuracy: a ratio of two contrasts, with an interval.
 
-The share is part / whole. "At least 58 % is kept" says that part − 0.58 · whole is not below 0, which is a contrast like
-any other. So the ends of the interval are the shares at which a bound of that contrast is 0, and the interval agrees
-with every verdict that is made from the same contrasts. It holds where the whole is small, and is not defined where the
-whole is not shown to be above 0: any share is possible then.
+The share is part / whole. "At least 58 % is kept" says that part − 0.58 · whole is not below 0, which is a contrast
+like any other. So the ends of the interval are the shares at which a bound of that contrast is 0, and the interval
+agrees with every verdict that is made from the same contrasts. It holds where the whole is small, and is not defined
+where the whole is not shown to be above 0: any share is possible then.
 """
 
 from __future__ import annotations
