@@ -37,14 +37,26 @@ def gain_survival(contrast: Callable[[dict[Cell, float]], T], variant: str, sche
     return contrast({(variant, scheme): 1, (BASE, scheme): -1, (variant, FULL): -share, (BASE, FULL): share})
 
 
+def share_of_gain(evidence: Questions | Counts, variant: str, scheme: str) -> Share:
+    """Return the gain of a variant under a scheme as a part of its gain at full precision."""
+    contrast = evidence.contrast
+    return Share(
+        part=contrast({(variant, scheme): 1, (BASE, scheme): -1}),
+        whole=contrast({(variant, FULL): 1, (BASE, FULL): -1}),
+        difference=gain_survival(contrast, variant, scheme),
+        less=lambda share: gain_survival(contrast, variant, scheme, share),
+    )
+
+
 @dataclass(frozen=True)
 class Row:
     """One trained variant under one scheme, compared with base.
 
-    `delta` is trained − base. `scales` compares what the scheme costs both variants. `losses` maps base and the variant to their difference under this scheme − full. For
-    `full` there are no losses, and neither gain survival nor a verdict is defined. `mcnemar` tests `delta`; it is None
-    unless outcomes are paired, from one run and one answer per question. `bootstrap` repeats `delta` and gain survival
-    by resampling. `p_holm` is the verdict's p-value, corrected for all verdicts of the study.
+    `delta` is trained − base. `scales` compares what the scheme costs both variants. `kept_by_seed` maps the seed of
+    each of several runs to its own share of the gain. `losses` maps base and the variant to their difference under this
+    scheme − full. For `full` there are no losses, and neither gain survival nor a verdict is defined. `mcnemar` tests
+    `delta`; it is None unless outcomes are paired, from one run and one answer per question. `bootstrap` repeats
+    `delta` and gain survival by resampling. `p_holm` is the verdict's p-value, corrected for all verdicts of the study.
     """
 
     variant: str
@@ -55,6 +67,7 @@ class Row:
     verdict: Verdict | None = None
     p_holm: float | None = None
     scales: Scales | None = None
+    kept_by_seed: dict[str, Estimate | None] = field(default_factory=dict)
     losses: dict[str, Estimate] = field(default_factory=dict)
     bootstrap: dict[str, Estimate] = field(default_factory=dict)
 
@@ -222,14 +235,9 @@ class Comparison:
 
     def _with_verdict(self, row: Row) -> Row:
         """Return the row of a quantized scheme with what follows from its four cells."""
-        variant, scheme, contrast = row.variant, row.scheme, self.evidence.contrast
+        variant, scheme = row.variant, row.scheme
         base, trained, base_full, trained_full = (BASE, scheme), (variant, scheme), (BASE, FULL), (variant, FULL)
-        share = Share(
-            part=row.delta,
-            whole=self.difference(trained_full, base_full),
-            difference=gain_survival(contrast, variant, scheme),
-            less=lambda share: gain_survival(contrast, variant, scheme, share),
-        )
+        share = share_of_gain(self.evidence, variant, scheme)
         four_cells = (base_full, trained_full, base, trained)
         accuracies = {names.cell_name(*cell): self.cells[cell].estimate for cell in four_cells}
         verdict = judge(Gains(share, self.margin), accuracies, self.evidence.patterns(four_cells))
@@ -239,5 +247,6 @@ class Comparison:
             gain_survival=share.difference,
             verdict=verdict,
             scales=measure_scales(self.evidence, variant, scheme, share.difference),
+            kept_by_seed={run.runs[0]: share_of_gain(run, variant, scheme).kept for run in self.evidence.each_run()},
             losses=losses,
         )

@@ -1,7 +1,7 @@
 """What a comparison is computed from: outcomes per question, or counts alone. Both compute contrasts of cells."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -30,6 +30,7 @@ class Counts:
     samples: ClassVar[Mapping[Cell, int]] = {}
     clusters: ClassVar[int | None] = None
     differing: ClassVar[Mapping[Cell, int]] = {}
+    effective_clusters: ClassVar[float | None] = None
 
     def accuracy(self, cell: Cell) -> Estimate:
         return stats.accuracy(self.cells[cell], self.n)
@@ -49,6 +50,9 @@ class Counts:
 
     def patterns(self, cells: Sequence[Cell]) -> None:
         return None
+
+    def each_run(self) -> list["Counts"]:
+        return []
 
 
 @dataclass(frozen=True)
@@ -138,6 +142,29 @@ class Questions:
             return None
         of_cells = outcomes[[self._order.index(cell) for cell in cells]]
         return Patterns(of_cells, counts / counts.sum())
+
+    def each_run(self) -> list["Questions"]:
+        """Return the outcomes of each of several runs alone; none for a single run."""
+        if len(self.runs) == 1:
+            return []
+        return [
+            replace(
+                self,
+                runs=(label,),
+                cells={cell: (outcomes[place],) for cell, outcomes in self.cells.items()},
+                groups=(self.groups[place],),
+                n=self.cells[self._order[0]][place].size,
+            )
+            for place, label in enumerate(self.runs)
+        ]
+
+    @property
+    def effective_clusters(self) -> float | None:
+        """How many groups of equal size would be as informative as these; None if questions are independent."""
+        if self.clusters is None:
+            return None
+        every = np.concatenate(self.groups)
+        return stats.Groups.of(every, len(every)).effective
 
     def mcnemar(self, a: Cell, b: Cell) -> float | None:
         """Return McNemar's exact p of two cells.

@@ -19,7 +19,6 @@ _VERDICT = (
     "reason",
     "all_lost",
     "more_than_half_kept",
-    "remarks",
     "margin",
     "smallest_effect",
     "n_to_decide",
@@ -41,11 +40,12 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 
         Differences and shares are {"estimate", "stderr", "low", "high"}. Under full, gain survival and all that depends
         on it are null; so is a share of what is not shown to be above 0. "headline" is the verdict with the share of
-        the gain that is kept, "scales" a sentence on points, shares of accuracy and log-odds. `label` is the scheme as tables show it: `full (bf16)`. `seeds` counts training runs, null if only counts
-        are known. With one run the spreads are null and `per_seed` is empty; with several, both spreads map "delta" and
-        "gain_survival" to standard deviations, and `per_seed` maps each seed to the same two differences, whose errors
-        come from its questions alone. Cells with several samples per question also have "samples" and "pass_at": {k:
-        …}. "answers" maps each variant to the measures of `answers.Answers` that are known, as {"n", "mean", "change"}
+        the gain that is kept, "scales" a sentence on points, shares of accuracy and log-odds. `label` is the scheme as
+        tables show it: `full (bf16)`. `seeds` counts training runs, null if only counts are known. With one run the
+        spreads are null and `per_seed` is empty; with several, both spreads map "delta" and "gain_survival" to standard
+        deviations, and `per_seed` maps each seed to the same two differences and to "gain_kept", whose errors come from
+        its questions alone. Cells with several samples per question also have "samples" and "pass_at": {k: …}.
+        "answers" maps each variant to the measures of `answers.Answers` that are known, as {"n", "mean", "change"}
         (against full precision, null under it), and to "reference_perplexity", "right_to_wrong", "wrong_to_right",
         "compared" (answers) and "mcnemar"; it is empty if only counts are known. With more than one trained variant,
         the entry is the first one's, and "others" maps each further label to the same keys.
@@ -70,9 +70,9 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
 def as_metrics(comparison: Comparison) -> dict[str, float]:
     """Return `compare/delta_<scheme>`, `compare/gain_survival_<scheme>`, `compare/gain_kept_<scheme>`, and their ends.
 
-    The ends are `_stderr`, `_low`, `_high`. Beside them are `compare/<measure>_change_<scheme>` with the same ends, for each measure of `answers.MEASURES` that
-    is known, and `compare/right_to_wrong_<scheme>`, `compare/wrong_to_right_<scheme>`. For base and for further trained
-    variants the scheme is followed by their label.
+    The ends are `_stderr`, `_low`, `_high`. Beside them are `compare/<measure>_change_<scheme>` with the same ends, for
+    each measure of `answers.MEASURES` that is known, and `compare/right_to_wrong_<scheme>`,
+    `compare/wrong_to_right_<scheme>`. For base and for further trained variants the scheme is followed by their label.
     """
     metrics = {}
     for row in comparison.rows:
@@ -127,6 +127,7 @@ def _row(row: Row) -> dict[str, Any]:
         "gain_survival": numbers_or_null(row.gain_survival),
         "gain_kept": numbers_or_null(row.gain_kept),
         **{key: getattr(row.verdict, key) if row.verdict else None for key in _VERDICT},
+        "remarks": list(row.verdict.remarks) if row.verdict else [],
         "p_holm": row.p_holm,
         "holds_after_holm": row.holds_together,
         "p_delta": row.delta.p_two_sided,
@@ -159,6 +160,8 @@ def _seeds(row: Row) -> dict[str, Any]:
     for name, of_difference in runs.items():
         for label, value in zip(of_difference.labels, of_difference.values, strict=True):
             per_seed.setdefault(label, {})[name] = numbers(value) | {"n": value.n}
+    for label, share in row.kept_by_seed.items():
+        per_seed[label]["gain_kept"] = numbers_or_null(share)
     between = {name: value.between_sd for name, value in runs.items()}
     within = {name: value.within_sd for name, value in runs.items()}
     return {"between_seed_sd": between or None, "within_seed_sd": within or None, "per_seed": per_seed}

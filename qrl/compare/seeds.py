@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
-from qrl.stats.text import interval, table
+import numpy as np
+
+from qrl.stats import quantile, signed
+from qrl.stats.text import interval, percent, table
 
 if TYPE_CHECKING:
     from qrl.compare.comparison import Comparison, Row
+    from qrl.stats import Runs
 
+_ERRORS = 3.0  # standard errors from questions that a run may lie from the others
+_RARE = 0.99  # quantile of the others' spread beyond which a run lies far from them
 _SHOWN = {"delta": "gain", "gain_survival": "gain survival"}
 
 
@@ -20,17 +27,52 @@ def sections(comparison: Comparison) -> list[str]:
     for variant in comparison.variants[1:]:
         rows = [row for row in comparison.rows if row.variant == variant]
         lines += [f"## Seed by seed: {variant}", "", *_alone(comparison, rows), "", *_spread(comparison, rows), ""]
-    return [*lines, *_notes(comparison), ""]
+    far = [f"Warning: {sentence}" for sentence in far_apart(comparison)]
+    return [*lines, *_notes(comparison), *far, ""]
 
 
 def _alone(comparison: Comparison, rows: list[Row]) -> list[str]:
+    """Return a table of each run's own values."""
     body = []
     for row in rows:
         by_difference = [value.runs.values for value in row.differences.values() if value.runs]
         for seed, (delta, *survival) in zip(comparison.runs, zip(*by_difference, strict=True), strict=True):
             survived = interval(survival[0]) if survival else "not defined"
-            body.append((comparison.shown(row.scheme), seed, str(delta.n), interval(delta), survived))
-    return table(("scheme", "seed", "n", "gain", "gain survival"), body)
+            share = row.kept_by_seed.get(seed)
+            kept = percent(share) if share else "not defined"
+            body.append((comparison.shown(row.scheme), seed, str(delta.n), interval(delta), survived, kept))
+    return table(("scheme", "seed", "n", "gain", "gain survival", "gain kept"), body)
+
+
+def far_apart(comparison: Comparison) -> list[str]:
+    """Return a sentence for each run that lies far from the others; it is in the mean all the same."""
+    sentences = []
+    for row in comparison.rows:
+        for name, value in row.differences.items():
+            if value.runs:
+                where = f"{row.variant} · {comparison.shown(row.scheme)}"
+                sentences += [f"{sentence} ({where}, {_SHOWN[name]})." for sentence in _far(value.runs)]
+    return sentences
+
+
+def _far(runs: Runs) -> list[str]:
+    """Return which runs lie further from the mean of the others than questions and the others' spread explain."""
+    values = np.array([value.estimate for value in runs.values])
+    if runs.count == 2:
+        (first, second), apart = runs.labels, abs(values[0] - values[1])
+        if apart <= _ERRORS * math.sqrt(2 * runs.own):
+            return []
+        shown = " and ".join(signed(value) for value in values)
+        return [f"Seeds {first} and {second} differ by more than their questions explain: {shown}"]
+    sentences = []
+    for place, label in enumerate(runs.labels):
+        others = np.delete(values, place)
+        of_questions = _ERRORS * math.sqrt(runs.own * (1 + 1 / len(others)))
+        of_runs = quantile(_RARE, len(others) - 1) * others.std(ddof=1) * math.sqrt(1 + 1 / len(others))
+        if abs(values[place] - others.mean()) > math.hypot(of_questions, of_runs):
+            apart = f"{signed(values[place])} beside {signed(others.mean())} on average"
+            sentences.append(f"Seed {label} lies far from the others: {apart}")
+    return sentences
 
 
 def _spread(comparison: Comparison, rows: list[Row]) -> list[str]:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from qrl import names
-from qrl.compare import seeds
+from qrl.compare import scales, seeds
 from qrl.compare.answers import Answers, References
-from qrl.stats.text import interval, table
+from qrl.stats import LEVEL
+from qrl.stats.clusters import ENOUGH
+from qrl.stats.text import interval, percent, table
 
 if TYPE_CHECKING:
     from qrl.compare.comparison import Comparison, Row
@@ -16,13 +18,7 @@ if TYPE_CHECKING:
     from qrl.stats import Estimate
     from qrl.stats.verdict import Verdict
 
-_SENTENCES = {
-    "survives": "under {} the gain survives",
-    "lost": "under {} the gain is lost",
-    "inconclusive": "whether the gain survives {} is inconclusive",
-}
-
-
+_SMALLEST_P = 1e-12
 AGREES = 0.02  # how far a bootstrap's interval may end from the closed form's
 _MEASURES = {  # of `Answers` → column, and decimals of a mean
     "tokens": ("tokens an answer", 1),
@@ -43,7 +39,7 @@ def as_sentence(comparison: Comparison) -> str:
 
 def as_markdown(comparison: Comparison) -> str:
     """Return cells, gains and verdicts; per seed if there are several; losses; then how to read them."""
-    parts = (_cells, seeds.sections, _losses, _answers, _verdicts, _notes)
+    parts = (_cells, _verdicts, seeds.sections, _losses, scales.sections, _answers, _notes)
     return "\n".join(line for part in parts for line in part(comparison))
 
 
@@ -53,15 +49,16 @@ def _cells(comparison: Comparison) -> list[str]:
         rows = [row for row in comparison.rows if row.variant == trained]
         t_test = comparison.paired and all(row.mcnemar is None for row in rows)  # several runs or samples
         head = ["scheme", *(["engine"] if engine else []), names.BASE, trained, f"gain: {trained} − base"]
-        head += ["p of gain (t)" if t_test else "McNemar's p", "gain survival", "verdict"]
+        head += ["p of gain (t)" if t_test else "McNemar's p", "gain survival", "gain kept", "verdict"]
         body = []
         for row in rows:
             accuracies = [_accuracy(comparison, (variant, row.scheme)) for variant in (names.BASE, trained)]
             p = row.delta.p_two_sided if t_test else row.mcnemar
             gain = [interval(row.delta), "unpaired" if p is None else f"{p:.2g}"]
             survival = interval(row.gain_survival) if row.gain_survival else "not defined"
+            kept = percent(row.gain_kept) if row.gain_kept else "not defined"
             verdict = f"**{row.verdict.verdict}**" if row.verdict else "reference"
-            body.append((comparison.shown(row.scheme), *engine, *accuracies, *gain, survival, verdict))
+            body.append((comparison.shown(row.scheme), *engine, *accuracies, *gain, survival, kept, verdict))
         lines += [f"## Did the gain of {trained} survive?", "", *table(head, body), ""]
     return [*lines, *_pass_at(comparison)]
 
@@ -152,32 +149,41 @@ def _measure(answers: Answers, name: str) -> str:
 
 
 def _verdicts(comparison: Comparison) -> list[str]:
-    sentences = [f"- {_verdict(comparison, *row)} {_power(*row[:2])}" for row in comparison.judged()]
+    sentences = [f"- {_verdict(comparison, *row)} {_evidence(*row)}" for row in comparison.judged()]
     return ["## Verdict", "", *(sentences or [f"- {as_sentence(comparison)}"]), ""]
 
 
 def _verdict(comparison: Comparison, row: Row, verdict: Verdict, survival: Estimate) -> str:
-    conclusion = _SENTENCES[verdict.verdict].format(row.scheme)
+    """Return the verdict in a sentence: what is left of the gain, by how many questions, and what is shown."""
     several = len(comparison.variants) > 2
-    conclusion = f"For {row.variant}, {conclusion}" if several else conclusion[0].upper() + conclusion[1:]
-    of_seeds = f" and {survival.runs.count} seeds" if survival.runs else ""
-    where = f"on n = {survival.n} questions{of_seeds}"
-    return f"{conclusion}: gain survival is {interval(survival)} {where}; {verdict.reason}."
+    scheme = f"{row.variant} under {row.scheme}" if several else row.scheme
+    of_seeds = f", {survival.runs.count} seeds" if survival.runs else ""
+    numbers = f"gain survival {interval(survival)}, n = {survival.n}{of_seeds}"
+    return f"{scheme}: {verdict.headline} ({numbers}); {verdict.reason}."
 
 
-def _power(row: Row, verdict: Verdict) -> str:
-    """Return sentences on power, on the sample that would decide, and on Holm's correction."""
-    sentences = [f"This n detects a change of the gain of {verdict.smallest_effect:.3f} with 80 % power."]
+def _evidence(row: Row, verdict: Verdict, _survival: Estimate) -> str:
+    """Return remarks, what would decide an inconclusive verdict, and the p-value of one that makes a claim."""
+    sentences = [f"Remark: {remark}." for remark in verdict.remarks]
+    if verdict.verdict == "inconclusive":
+        sentences.append(f"This n detects a change of the gain of {verdict.smallest_effect:.3f} with 80 % power.")
     ways = [f"about {_rounded_up(verdict.n_to_decide):,} questions"] if verdict.n_to_decide else []
     ways += [f"{verdict.seeds_to_decide} seeds"] if verdict.seeds_to_decide else []
     if ways:
         sentences.append(f"If these estimates are the truth, {' or '.join(ways)} would decide with the same power.")
     if row.p_holm is not None:
-        sentences.append(f"One-sided p against the margin: {verdict.p_value:.2g}, Holm-corrected {row.p_holm:.2g}.")
+        sentences.append(f"One-sided p of this claim: {_p(verdict.p_value)}, Holm-corrected {_p(row.p_holm)}.")
     if row.holds_together is False:
         alone = "**Significant alone, but not after Holm's correction for the other schemes**"
         sentences.append(f"{alone}: a lead, not a result.")
     return " ".join(sentences)
+
+
+def _p(value: float | None) -> str:
+    """Return a p-value as text; far tails of a distribution are no more precise than their bound."""
+    if value is None:
+        return "not defined"
+    return f"{value:.2g}" if value >= _SMALLEST_P else f"below {_SMALLEST_P:g}"
 
 
 def _rounded_up(n: int) -> int:
@@ -196,25 +202,53 @@ def _notes(comparison: Comparison) -> list[str]:
         )
     elif comparison.evidence.clusters:
         groups = f"{comparison.evidence.clusters} groups of questions"
-        pairing = f"Differences are paired by question, with standard errors clustered over {groups}."
+        effective = f"as informative as {comparison.evidence.effective_clusters:.1f} of equal size"
+        pairing = f"Differences are paired by question, with standard errors clustered over {groups} ({effective})."
     if len(comparison.runs) == 1:
         pairing += " There is one training run, so no interval includes the variation between training seeds."
-    margin = "half the full-precision gain, at least 0.02"
+    margin = "a tenth of the full-precision gain, at least 0.01"
     if comparison.margin is not None:
         margin = f"{comparison.margin:g}, set by `compare.margin`"
     return [
         f"Brackets are 95 % confidence intervals (CI); ± is one standard error. {pairing}",
+        *_clusters(comparison),
         *_differing(comparison),
         *_bootstrap(comparison),
         "",
         "- *gain* = trained − base under one scheme.",
         "- *gain survival* = gain under the scheme − gain at full precision; 0 means that no gain is lost.",
-        f"- The verdict is a non-inferiority test; the margin is {margin}. *survives*: the one-sided 95 %",
-        "  lower bound of gain survival is above −margin. *lost*: the upper bound is below −margin. *inconclusive*:",
-        "  neither, or there is no significant gain to lose.",
-        "- *survives* and *lost* are each wrong in at most 5 % of studies. For several schemes, use the Holm-corrected",
-        "  p-values: they limit the chance of any wrong claim to 5 %.",
+        "- *gain kept* = gain under the scheme / gain at full precision.",
+        "- The verdict is the first of these that is shown, by one-sided 95 % bounds. *lost*: more than half of the",
+        "  gain is lost. *survives*: gain survival is above −margin, and the gain under the scheme above 0.",
+        f"  *reduced*: gain survival is below 0. *inconclusive*: none of these. The margin is {margin}.",
+        *_error_rate(comparison),
         "",
+    ]
+
+
+def _error_rate(comparison: Comparison) -> list[str]:
+    """Return how often a verdict is wrong, and on what that rests."""
+    error = f"{100 * (1 - LEVEL):.0f} %"
+    several_schemes = "For several schemes, use the Holm-corrected p-values: they limit the chance of any wrong claim."
+    runs = len(comparison.runs)
+    if runs <= 1:
+        of_run = " about this training run" if runs else ""
+        return [f"- Each claim{of_run} is wrong in at most {error} of studies. {several_schemes}"]
+    return [
+        f"- Each claim is wrong in at most {error} of studies if the values of training runs are normally distributed.",
+        f"  {runs} runs cannot show that they are. Where one run in five collapses, two or three runs often include",
+        f"  none that does, and *survives* then comes too often. {several_schemes}",
+    ]
+
+
+def _clusters(comparison: Comparison) -> list[str]:
+    """Return a warning if few groups of questions decide the result."""
+    effective = comparison.evidence.effective_clusters
+    if effective is None or effective >= ENOUGH:
+        return []
+    return [
+        f"Warning: the {comparison.evidence.clusters} groups of questions are as informative as {effective:.1f} groups "
+        f"of equal size. Below {ENOUGH}, a few groups decide the result: add groups, not questions to a group."
     ]
 
 
@@ -236,6 +270,6 @@ def _bootstrap(comparison: Comparison) -> list[str]:
     apart = max(max(abs(drawn.low - closed.low), abs(drawn.high - closed.high)) for drawn, closed in pairs)
     check = "A paired bootstrap over questions (10,000 resamples, seeded)"
     if apart > AGREES:
-        few = "too few answers differ for a bootstrap, so rely on the intervals above"
-        return [f"{check} moves an end of a gain's or gain survival's interval by {apart:.3f}: {few}."]
+        few = "Too few answers change for a bootstrap; the intervals above are exact there"
+        return [f"{check} differs by up to {apart:.3f} at an end of an interval. {few}."]
     return [f"{check} moves no end of a gain's or gain survival's interval by more than {max(apart, 0.001):.3f}."]

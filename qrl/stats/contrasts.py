@@ -39,7 +39,8 @@ def contrast(
     groups = None if clusters is None else Groups.of(clusters, len(values))
     if groups and groups.sizes.max(initial=0) > 1:
         return clustered_contrast(values, groups, weights)
-    repeats = np.ones(len(values)) if counts is None else np.asarray(counts, dtype=float)
+    values, kind = np.unique(values, return_inverse=True)  # so that counts and single questions give the same digits
+    repeats = np.bincount(kind, weights=None if counts is None else np.asarray(counts, dtype=float)).astype(float)
     n = round(float(repeats.sum()))
     _check_independent(n, n)
     mean = float(values @ repeats) / n

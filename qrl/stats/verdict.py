@@ -70,7 +70,7 @@ class Verdict:
         """The verdict and the share of the gain that is kept: `reduced: 62 % [58, 66] of the gain is kept`."""
         word = "lost, all of it" if self.all_lost else self.verdict
         if self.kept is None:
-            return f"{word}: no gain is shown at full precision"
+            return f"{word}: no gain is shown at full precision" if word == "inconclusive" else word
         return f"{word}: {percent(self.kept)} of the gain is kept"
 
 
@@ -205,37 +205,41 @@ def _lost(gains: Gains) -> tuple[str, float]:
     if not gains.is_shown_quantized:
         return f"the gain under the scheme, {interval(gains.quantized)}, is not shown to be above 0", p_value
     kept = gains.share.kept
-    most = f"at most {100 * kept.upper:.0f} % of the gain is kept" if kept else "more than half of the gain is lost"
-    return f"{most} (one-sided 95 % bound)", p_value
+    if kept is None:
+        return "more than half of the gain is shown to be lost", p_value
+    return f"at most {_whole(kept.upper)} of the gain is shown to be kept", p_value
 
 
 def _survives(gains: Gains) -> tuple[str, float]:
     p_value = max(estimate.p_above(bound) for estimate, bound in gains.survival_tests)
-    bound = f"the one-sided 95 % lower bound of gain survival, {signed(gains.survival.lower)},"
-    return f"{bound} is above −margin, {signed(-gains.margin)}, and the scheme's own gain is above 0", p_value
+    return f"a loss of the margin, {gains.margin:.3f}, is excluded", p_value
 
 
 def _reduced(gains: Gains) -> tuple[str, float]:
     p_value = 1 - gains.survival.p_above(0)
-    reason = f"the one-sided 95 % upper bound of gain survival, {signed(gains.survival.upper)}, is below 0"
-    half = "more than half of the gain is shown to be kept"
-    if not gains.is_more_than_half_kept:
-        half = "whether more than half of the gain is kept is not shown"
-    return f"{reason}; {half}", p_value
+    if gains.is_more_than_half_kept:
+        return "a loss is shown, and more than half of the gain is shown to be kept", p_value
+    return "a loss is shown; whether more than half of the gain is kept is not shown", p_value
 
 
 def _inconclusive(gains: Gains) -> tuple[str, None]:
     if not gains.is_shown:
         gain = interval(gains.full)
         return f"the full-precision gain, {gain}, is not shown to be above 0, so there is nothing to survive", None
-    bounds = f"{signed(gains.survival.lower)} and {signed(gains.survival.upper)}"
-    reason = f"the one-sided 95 % bounds of gain survival are {bounds}, and the margin is {gains.margin:.3f}"
     if gains.is_within_margin:
-        reason += f"; the gain under the scheme, {interval(gains.quantized)}, is not shown to be above 0"
+        reason = f"the gain under the scheme, {interval(gains.quantized)}, is not shown to be above 0"
+    else:
+        bounds = f"{signed(gains.survival.lower)} and {signed(gains.survival.upper)}"
+        reason = f"neither a loss nor its absence within the margin, {gains.margin:.3f}, is shown: the one-sided 95 % "
+        reason += f"bounds of gain survival are {bounds}"
     kept = gains.share.kept
     if kept and kept.lower > 0:
-        reason += f"; at least {100 * kept.lower:.0f} % of the gain is kept"
+        reason += f"; at least {_whole(kept.lower)} of the gain is shown to be kept"
     return reason, None
+
+
+def _whole(share: float) -> str:
+    return f"{100 * share:.0f} %"
 
 
 _REASONS: dict[Word, Callable[[Gains], tuple[str, float | None]]] = {
@@ -319,6 +323,8 @@ def _to_decide(gains: Gains, patterns: Patterns | None) -> tuple[int | None, int
     def decides(questions: float, runs: int) -> bool:
         return any(all(condition.is_met(questions, runs) for condition in way) for way in ways)
 
+    if gains.survival.few:
+        return None, None  # the bounds are exact ones, which no formula projects over several runs
     runs = gains.full.runs.count
     n = least(lambda n: decides(n / present, runs), present + 1, FURTHEST * present)
     return n, least(lambda runs: decides(1.0, runs), runs + 1, 1000)

@@ -11,6 +11,7 @@ import scipy.stats
 
 from qrl import compare
 from qrl.errors import BadInput
+from qrl.stats.verdict import WORDS
 from qrl.steps import compare as steps
 
 SEED_000 = {"n": 100, "base": {"full": 68, "nf4": 65, "awq": 58}, "grpo": {"full": 72, "nf4": 68, "awq": 67}}
@@ -99,8 +100,11 @@ def test_the_contract_of_table_json(comparison):
             assert entry["gain_survival"] is entry["verdict"] is entry["p_holm"] is None and entry["loss"] == {}
         else:
             assert set(entry["gain_survival"]) == {"estimate", "stderr", "low", "high"}
-            assert entry["verdict"] in ("survives", "lost", "inconclusive") and entry["reason"]
-            assert entry["p_value"] <= entry["p_holm"] <= 2 * entry["p_value"]
+            assert entry["verdict"] in WORDS and entry["reason"] and entry["headline"].startswith(entry["verdict"])
+            assert set(entry["gain_kept"]) == {"estimate", "stderr", "low", "high"}
+            assert (entry["p_value"] is None) == (entry["verdict"] == "inconclusive")
+            if entry["p_value"] is not None:
+                assert entry["p_value"] <= entry["p_holm"] <= 2 * entry["p_value"]
             assert set(entry["loss"]) == {"base", "grpo"}
 
 
@@ -118,13 +122,12 @@ def test_numbers_are_those_of_the_questions(frame, comparison):
 
 
 def test_verdicts_of_a_clear_study(comparison):
-    assert {row.scheme: row.verdict.verdict for row in comparison.rows if row.verdict} == {
-        "nf4": "survives",
-        "awq": "lost",
-    }
-    assert (
-        "Under nf4 the gain survives" in comparison.sentence() and "Under awq the gain is lost" in comparison.sentence()
-    )
+    """Of a gain of 0.13 nothing is lost under nf4, which 1,000 questions cannot show, and all of it under awq."""
+    found = {row.scheme: row.verdict.verdict for row in comparison.rows if row.verdict}
+    assert found == {"nf4": "inconclusive", "awq": "lost"}
+    assert "nf4: inconclusive: " in comparison.sentence() and "awq: lost, all of it: " in comparison.sentence()
+    wider = compare.from_questions(questions(), margin=0.05)
+    assert wider.row("nf4").verdict.verdict == "survives" and "nf4: survives: " in wider.sentence()
 
 
 def test_pairing_narrows_what_independence_cannot(frame, comparison):
@@ -147,15 +150,15 @@ def test_order_of_rows_and_columns_does_not_matter(frame, comparison):
 
 def test_a_claim_that_holm_does_not_bear_out_is_marked():
     found = compare.from_counts(
-        {"n": 1000, "base": {"full": 600, "nf4": 600, "awq": 600}, "grpo": {"full": 750, "nf4": 728, "awq": 690}}
+        {"n": 1000, "base": {"full": 600, "nf4": 600, "awq": 600}, "grpo": {"full": 800, "nf4": 749, "awq": 790}}
     )
     nf4, awq = found.row("nf4"), found.row("awq")
-    assert (nf4.verdict.verdict, awq.verdict.verdict) == ("survives", "inconclusive")
+    assert (nf4.verdict.verdict, awq.verdict.verdict) == ("reduced", "inconclusive")
     assert nf4.verdict.p_value < 0.05 < nf4.p_holm == pytest.approx(2 * nf4.verdict.p_value)
     assert nf4.holds_together is False and awq.holds_together is None
     assert found.markdown().count("but not after Holm's correction") == 1
     assert found.table_json()["nf4"]["holds_after_holm"] is False
-    alone = compare.from_counts({"n": 1000, "base": {"full": 600, "nf4": 600}, "grpo": {"full": 750, "nf4": 728}})
+    alone = compare.from_counts({"n": 1000, "base": {"full": 600, "nf4": 600}, "grpo": {"full": 800, "nf4": 749}})
     assert alone.row("nf4").holds_together is True and "but not after Holm's correction" not in alone.markdown()
 
 
@@ -185,13 +188,13 @@ def test_a_bootstrap_that_disagrees_with_an_interval_is_no_reassurance(frame):
     few = frame[frame["question"].isin(sorted(frame["question"].unique())[:12])].assign(correct=1)
     said = compare.from_questions(few).markdown()
     assert "more than" not in said.partition("A paired bootstrap")[2].partition("\n")[0]
-    assert "too few answers differ for a bootstrap" in said
+    assert "Too few answers change for a bootstrap" in said
 
 
 def test_metrics_have_the_agreed_names(comparison):
     metrics = comparison.metrics()
     names = [f"compare/delta_{scheme}" for scheme in ("full", "nf4", "awq")] + [
-        f"compare/gain_survival_{scheme}" for scheme in ("nf4", "awq")
+        f"compare/{name}_{scheme}" for name in ("gain_survival", "gain_kept") for scheme in ("nf4", "awq")
     ]
     changes = [f"compare/{way}_{scheme}" for way in ("right_to_wrong", "wrong_to_right") for scheme in ("nf4", "awq")]
     expected = {name + end for name in names for end in ("", "_stderr", "_low", "_high")}
@@ -203,7 +206,7 @@ def test_no_difference_without_interval_and_no_rate_without_n(comparison):
     for line in comparison.markdown().splitlines():
         if line.startswith(("| full", "| nf4", "| awq")) and "±" in line:
             assert line.count("(n = 1000)") == 2
-            assert line.count("[") == (1 if "not defined" in line else 2)
+            assert line.count("[") == (1 if "reference" in line else 3)
     assert all("[" in line and "n = 1000" in line for line in comparison.sentence().splitlines())
 
 
@@ -214,7 +217,7 @@ def test_more_variants_and_labels_of_ones_own():
     assert found.table_json()["int8"]["trained"] == "grpo"
     assert found.table_json()["int8"]["others"]["mine"]["delta"]["estimate"] == found.row("int8", "mine").delta.estimate
     assert "compare/gain_survival_int8_mine" in found.metrics()
-    assert found.sentence().count("For mine, ") == 2
+    assert found.sentence().count("mine under ") == 2
 
 
 def test_full_is_shown_with_the_dtype_it_was_computed_in_and_called_full_everywhere_else(frame, comparison):

@@ -260,8 +260,8 @@ def test_words_that_compare_does_not_know_are_refused(case, tmp_path, capsys):
 
 def test_fail_on_gives_exit_code_3_and_names_the_scheme(tmp_path, capsys, monkeypatch):
     counts, out = tmp_path / "counts.json", tmp_path / "out"
-    cells = {"full": 1200, "nf4": 1195, "awq": 900}
-    counts.write_text(json.dumps({"n": 2000, "base": dict.fromkeys(cells, 800), "grpo": cells}))
+    cells = {"full": 12000, "nf4": 11950, "awq": 9000}
+    counts.write_text(json.dumps({"n": 20000, "base": dict.fromkeys(cells, 8000), "grpo": cells}))
     code, text = command(capsys, "--counts", str(counts), "--out", str(out), "--fail-on", "lost,inconclusive")
     assert code == 3 and "grpo · awq is lost (gain survival −0.150 [" in text and "nf4" not in text
     assert json.loads((out / "table.json").read_text())["awq"]["verdict"] == "lost"
