@@ -96,7 +96,7 @@ def test_the_table_shows_each_seed_both_spreads_and_the_counts(frame):
     assert "## Seed by seed: grpo" in text and text.count("| nf4 | ") >= 5
     assert "between-seed sd" in text and "random effect" in text and "2 degrees of freedom" in text
     assert ("All 3 seeds answered the same questions" in text) == (frame["question"].nunique() == 400)
-    assert "3 seeds)" in text and "questions and 3 seeds" in found.sentence()
+    assert "3 seeds)" in text and f"n = {found.n}, 3 seeds" in found.sentence()
     assert "compare/gain_survival_nf4_between_seed_sd" in found.metrics()
 
 

@@ -84,7 +84,10 @@ def _headline(answers: Answers) -> str:
         return f"**No answer yet**: no size has the cells of base and grpo under `{PRIMARY}`."
     counts = _and(f"{answers.parameters[size] / 1e6:.3g} M" for size in answers.sizes)
     sizes = f"{_and(answers.sizes)} ({counts} parameters)"
-    runs, over = (f"{answers.runs} seeds", "seeds and ") if answers.runs > 1 else ("one seed", "")
+    runs, over = "one seed", "questions"
+    if answers.runs > 1:
+        runs = f"{answers.runs} seeds"
+        over = "seeds and questions (the base is one model under every seed: over questions alone)"
     after, before = (interval(answers.contrast(_mean_loss(answers, variant, PRIMARY))) for variant in (GRPO, BASE))
     limits = "Nothing follows for other models, tasks and settings."
     if answers.designed:
@@ -95,7 +98,7 @@ def _headline(answers: Answers) -> str:
     return (
         f"**{_answered(answers, value)}**: the loss, accuracy at full precision minus accuracy quantized, is {after} "
         f"after GRPO and {before} before, a difference of {interval(value)}, in the mean over {sizes}; {runs}, "
-        f"{answers.evidence.n:,} questions, the same for all sizes, 95 % intervals over {over}questions. {limits}"
+        f"{answers.evidence.n:,} questions, the same for all sizes, 95 % intervals over {over}. {limits}"
         f"{_largest_loss(answers)}"
     )
 

@@ -253,7 +253,9 @@ def document(found: Findings, why: pd.DataFrame | None = None, cells: pd.DataFra
         why, cells: from `tables.measures`.
     """
     answers = found.answers
-    over = f"{answers.runs} seeds and questions" if answers.runs > 1 else "questions alone: there is one seed"
+    over = "questions alone: there is one seed"
+    if answers.runs > 1:
+        over = f"{answers.runs} seeds and questions; those of the base, which is one model, over questions alone"
     size = f"Sizes {', '.join(answers.sizes)}; {answers.runs} seeds; {answers.evidence.n:,} questions."
     lines = [f"{size} Brackets: 95 % intervals over {over}.", ""]
     if answers.begun:
