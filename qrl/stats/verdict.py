@@ -46,7 +46,7 @@ class Verdict:
         kept: the share of the gain that is kept; None if no gain is shown at full precision.
         all_lost: whether no gain is shown under the scheme, where the verdict is `lost`.
         more_than_half_kept: whether that is shown.
-        remarks: on cells at floor or ceiling.
+        remarks: on cells at floor or ceiling, and on a gain that is no larger than the margin.
         n_to_decide: questions that would settle an inconclusive verdict with 80 % power, if the estimates are the
             truth; None if it is settled, or if no n up to a thousand times the present one would.
         seeds_to_decide: training runs that would do so at this n, where there are several.
@@ -193,7 +193,7 @@ def judge(gains: Gains, accuracies: dict[str, float], patterns: Patterns | None 
         kept=gains.share.kept,
         all_lost=word == "lost" and not gains.is_shown_quantized,
         more_than_half_kept=gains.is_shown and gains.is_more_than_half_kept,
-        remarks=tuple(_at_edge(accuracies)),
+        remarks=(*_within_reach(gains, word), *_at_edge(accuracies)),
         n_to_decide=n,
         seeds_to_decide=seeds,
         p_value=p_value,
@@ -248,6 +248,14 @@ _REASONS: dict[Word, Callable[[Gains], tuple[str, float | None]]] = {
     "reduced": _reduced,
     "inconclusive": _inconclusive,
 }
+
+
+def _within_reach(gains: Gains, word: Word) -> list[str]:
+    """Return a remark if the gain is no larger than the loss that the margin allows."""
+    if word != "survives" or gains.full.estimate > gains.margin:
+        return []
+    gain = signed(gains.full.estimate)
+    return [f"the full-precision gain, {gain}, is no larger than the margin, so all that is shown is that some is left"]
 
 
 def _at_edge(accuracies: dict[str, float]) -> list[str]:
