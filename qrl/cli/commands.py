@@ -22,7 +22,7 @@ TRAIN = (*DATA, "train.steps", "train.method", "train.learning_rate", "train.qat
 QUANTIZE = (*DATA, "quantize.group_size", "quantize.bits", "quantize.calibration", "quantize.calibration_samples")
 EVALUATE = (*DATA, "evaluate.n", "evaluate.max_new_tokens", "evaluate.samples", "evaluate.engine")
 DIAGNOSE = (*DATA, "diagnose.bits", "diagnose.group_size", "diagnose.behaviour")
-ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster. "
+ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0..1); optionally seed, sample, cluster. "
 ROWS += "VARIANT:SCHEME=FILE,… for a file per cell."
 LOGS = "Logs of lm-evaluation-harness (samples_*.jsonl) or inspect_ai (.eval, .json): a file, or a folder with one."
 SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
@@ -215,7 +215,7 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 @cli.command("compare", cls=RecipeCommand, sections=("compare",), first=("compare.margin",))
 @option("--questions", metavar="FILE", help=ROWS)
 @option("--logs", metavar="VARIANT:SCHEME=LOG,…", help=LOGS)
-@option("--metric", metavar="NAME", help="With --logs: the score to compare, 0 or 1. [default: the only one]")
+@option("--metric", metavar="NAME", help="With --logs: the score to compare, from 0 to 1. [default: the only one]")
 @option("--filter", metavar="NAME", help="With --logs of lm-eval: the filter, as strict-match. [default: the only one]")
 @option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"full": 68, …}, "grpo": {…}}')
 @option(

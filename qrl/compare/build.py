@@ -52,13 +52,13 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Compa
     """Compare cells by their outcome on each question: everything is paired.
 
     Args:
-        frame: columns variant, scheme, question, correct (0/1); optionally cluster (groups of questions; errors are
+        frame: columns variant, scheme, question, correct (0/1, or a partial credit between them); optionally cluster (groups of questions; errors are
             then clustered), seed (training runs, a random effect), sample (several answers to a question), engine and
             dtype; and n_tokens, finish_reason, reached, reference_logprob, parsed, completion, if answers are known.
         margin: loss of gain, in accuracy, that still counts as survival.
 
     Raises:
-        BadInput: columns are missing, outcomes are not 0 or 1, rows are duplicated, cells answered different questions,
+        BadInput: columns are missing, outcomes are outside 0..1, rows are duplicated, cells answered different questions,
             or base or full is missing.
     """
     answered = Answered(frame)

@@ -27,7 +27,7 @@ LARGEST = 1 << 30  # bytes of a log, uncompressed
 GROWS = 8  # times in memory, at least half of the worst: 300 MB of `[],[],…` take 6 GB
 ZSTD = 93  # zip's number for it, which the standard library reads only from Python 3.14 on
 HARNESS, INSPECT = "lm-evaluation-harness", "inspect_ai"
-GRADES = {"C": 1, "I": 0, "N": 0}  # inspect's correct, incorrect and no answer; P, partly correct, is neither
+GRADES = {"C": 1.0, "I": 0.0, "N": 0.0, "P": 0.5}  # inspect's correct, incorrect, no answer, partly correct: its values
 LIMITS = ("epochs", "message_limit", "token_limit", "time_limit", "working_limit")  # of eval.config
 # Settings of inspect's generation that change no distribution of answers.
 IRRELEVANT = {"seed", "max_connections", "adaptive_connections", "max_retries", "timeout", "attempt_timeout", "batch"}
@@ -66,13 +66,13 @@ def read_logs(
 
     Args:
         source: `VARIANT:SCHEME=LOG,…`; LOG is a file, or a folder or pattern that holds one log.
-        metric: name of the score, 0 or 1, that is `correct`; None if the logs have one. A score of inspect is named by
+        metric: name of the score, from 0 to 1, that is `correct`; None if the logs have one. A score of inspect is named by
             its scorer, a part of one `scorer.part`.
         filter: filter of lm-evaluation-harness, such as "strict-match"; None if the logs have one.
         reference: the logs' name for full precision, such as "bf16".
 
     Raises:
-        BadInput: a log cannot be read; it has several metrics or filters and none is chosen; a score is not 0 or 1;
+        BadInput: a log cannot be read; it has several metrics or filters and none is chosen; a score is outside 0..1;
             logs differ in tool, task, settings, question, gold answer or prompt.
     """
     logs: dict[str, Log] = {}
@@ -244,13 +244,14 @@ def _chosen(what: str, name: str | None, log: Log, present: Mapping[str | None, 
     return name if name is not None else next(iter(present), None)
 
 
-def _outcome(log: Log, answer: Answer, metric: str) -> int:
+def _outcome(log: Log, answer: Answer, metric: str) -> float:
     value = answer.scores.get(metric)
     value = GRADES.get(value, value) if isinstance(value, str) else value
-    if not isinstance(value, int | float) or value not in (0, 1):
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
         problem = f"'{metric}' of question '{answer.question}' in {log.path} is {value!r:.40}"
-        raise BadInput(f"{problem}, but must be 0 or 1, right or wrong: choose another with --metric.")
-    return int(value)
+        expected = "must be 0 or 1, wrong or right, or a partial credit between them"
+        raise BadInput(f"{problem}, but {expected}: choose another with --metric.")
+    return float(value)
 
 
 def _check_settings(logs: Mapping[str, Log]) -> None:

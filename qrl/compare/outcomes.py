@@ -4,6 +4,7 @@ Labels are numbers here: a table of a million questions in twelve cells is sorte
 """
 
 from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -13,6 +14,7 @@ from qrl.compare.evidence import Cell, Questions
 from qrl.compare.validate import ENOUGH, LABEL, LABEL_RULE, cells_of, check_grid, checked, labels, quoted
 from qrl.errors import BadInput
 from qrl.names import BASE, cell_name
+from qrl.stats.rates import is_binary
 
 
 class Answered:
@@ -47,7 +49,12 @@ class Answered:
     @cached_property
     def outcomes(self) -> Questions:
         """The cells' outcomes; raises BadInput if the cells are not comparable."""
-        return self.read(pd.Series(self.table["correct"]))
+        return replace(self.read(pd.Series(self.table["correct"])), partial=self.partial)
+
+    @cached_property
+    def partial(self) -> bool:
+        """Whether an answer has partial credit, between 0 and 1."""
+        return not is_binary(self.table["correct"].to_numpy())
 
     def read(self, values: pd.Series) -> Questions:
         """Return cells' values, one a row in 0..1, averaged over a question's samples.

@@ -139,7 +139,9 @@ def answers_table(
         note += " *reached, then wrong*: the right value appears before a wrong or missing answer."
     if "reference_logprob" in known:
         note += " *references*: worked solutions; the difference is that of their log-likelihood, in nats a token."
-    head += ["right → wrong", "wrong → right", "McNemar's p"]
+    partial = any(answers.partial for answers in by_cell.values())
+    head += ["less credit", "more credit"] if partial else ["right → wrong", "wrong → right"]
+    head.append("McNemar's p")
     return ["## Answers", "", *table(head, body), "", note, ""]
 
 
