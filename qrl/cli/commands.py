@@ -34,6 +34,7 @@ ABOUT = {  # option of `compare` → the inputs that it is about
     "metric": ("--logs",),
     "filter": ("--logs",),
     "reference": ("--questions", "--logs", "--counts"),
+    "missing": ("--questions", "--logs"),
 }
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 RENAMED = "was renamed: `sweep` trains several methods and ranks them, `compare --rank` ranks cells already evaluated."
@@ -223,6 +224,7 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 )
 @option("--where", metavar="COLUMN=VALUE,…", help="Rows to keep, such as filter=strict-match; the others are ignored.")
 @option("--reference", metavar="SCHEME", help="The files' name for full precision, such as bf16. [default: full]")
+@option("--missing", metavar="wrong", help="Count answers that a cell lacks as wrong. [default: refuse the cell]")
 @option("--cells", metavar="RUN,…", help="Evaluation runs of cells, under one training seed or several.")
 @option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")
 @option("--methods", **SWITCH, hidden=True)

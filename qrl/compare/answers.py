@@ -181,7 +181,7 @@ def shown(changed: pd.DataFrame, texts: Texts | None = None) -> pd.DataFrame:
     change[partial] = np.where(more, "more credit", "less credit")[partial]
     table = changed.assign(change=change).sort_values(["variant", "scheme", "change"], kind="stable")
     table = table.groupby(["variant", "scheme", "change"]).head(SHOWN)
-    if texts and ROW in table:
+    if texts and ROW in table:  # an answer that was missing is in no file
         own = texts.take(pd.Series(table[ROW]), [name for name in _TEXTS if not name.endswith("_full")])
         full = texts.take(pd.Series(table[f"{ROW}_full"]), ["parsed", "completion"]).add_suffix("_full")
         table = table.assign(**own, **full)

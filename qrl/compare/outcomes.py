@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 import pandas as pd
 
+from qrl.compare import missing
 from qrl.compare.evidence import Cell, Questions
 from qrl.compare.validate import ENOUGH, LABEL, LABEL_RULE, cells_of, check_grid, checked, labels, quoted
 from qrl.errors import BadInput
@@ -40,6 +41,11 @@ class Answered:
         appeared, self.appeared = cells_of(self.table)
         self.cells: list[Cell] = sorted(self.appeared)
         self.cell = np.array([self.cells.index(cell) for cell in self.appeared], dtype=np.int16)[appeared]
+
+    @property
+    def filled(self) -> dict[Cell, int]:
+        """Cell → answers that were missing and count as wrong, where `missing.filled` added them."""
+        return self.frame.attrs.get(missing.FILLED, {})
 
     @cached_property
     def sampled(self) -> np.ndarray:
@@ -134,7 +140,7 @@ class Answered:
             raise BadInput(
                 f"Cell {cell_name(*self.cells[cell[first]])} answers question '{self.questions[question[first]]}' "
                 f"{size[first]} time(s), others {most[cell[first]]} times: expected the same number of samples for "
-                "every question of a cell."
+                "every question of a cell. `--missing wrong` counts missing ones as wrong."
             )
         return {each: int(count) for each, count in zip(self.cells, most, strict=True)}
 
@@ -179,7 +185,8 @@ class Answered:
             raise BadInput(
                 f"Cell {cell_name(*self.cells[worst])} lacks {gaps[worst].sum()} of {len(asked)} questions"
                 f"{f' under seed {run}' if run else ''}, '{first}' first: cells are compared on the same questions "
-                "only. Answer them, or remove them from the other cells."
+                'only. Answer them, or count them as wrong: `--missing wrong`, in Python `missing="wrong"`. (To remove '
+                "them from the other cells would select the questions.)"
             )
         return places
 

@@ -29,7 +29,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         null. `label` is the scheme as tables show it: `full (bf16)`. `seeds` counts training runs, null if only counts
         are known. With one run the spreads are null and `per_seed` is empty; with several, both spreads map "delta" and
         "gain_survival" to standard deviations, and `per_seed` maps each seed to the same two differences, whose errors
-        come from its questions alone. Cells with several samples per question also have "samples" and "pass_at": {k:
+        come from its questions alone. Cells whose missing answers count as wrong have "missing", their
+        number. Cells with several samples per question also have "samples" and "pass_at": {k:
         …}. "answers" maps each variant to the measures of `answers.Answers` that are known, as {"n", "mean", "change"}
         (against full precision, null under it), and to "reference_perplexity", "right_to_wrong", "wrong_to_right",
         "compared" (answers) and "mcnemar"; it is empty if only counts are known. With more than one trained variant,
@@ -127,6 +128,8 @@ def _seeds(row: Row) -> dict[str, Any]:
 
 def _cell(comparison: Comparison, cell: Cell) -> dict[str, Any]:
     entry = _share(comparison.cells[cell])
+    if comparison.answered and (missing := comparison.answered.filled.get(cell)):
+        entry["missing"] = missing
     if by_k := comparison.pass_at.get(cell):
         entry["samples"] = comparison.evidence.samples[cell]
         entry["pass_at"] = {str(k): _share(value) for k, value in by_k.items()}

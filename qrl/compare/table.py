@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from qrl import names
-from qrl.compare import seeds
+from qrl.compare import missing, seeds
 from qrl.compare.answers import Answers, References
 from qrl.stats.text import interval, table
 
@@ -207,6 +207,7 @@ def _notes(comparison: Comparison) -> list[str]:
     return [
         f"Brackets are 95 % confidence intervals (CI); ± is one standard error. {pairing}",
         *_differing(comparison),
+        *(missing.notes(comparison.answered.filled, comparison.n) if comparison.answered else []),
         *_bootstrap(comparison),
         "",
         "- *gain* = trained − base under one scheme.",

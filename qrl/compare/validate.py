@@ -76,7 +76,9 @@ def check_columns(frame: pd.DataFrame) -> None:
             raise BadInput(f"{nested_values}, but every value must be one label or number: write it as text.")
     for column in COLUMNS:
         if empty := np.count_nonzero(frame[column].isna()):
-            raise BadInput(f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}.")
+            what = f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}"
+            wrong = "; `--missing wrong` counts answers without an outcome as wrong" if column == "correct" else ""
+            raise BadInput(f"{what}{wrong}.")
 
 
 def _objects(column: pd.Series) -> Iterable[Any]:

@@ -11,6 +11,7 @@ import click
 
 from qrl import compare as room
 from qrl import figures, names
+from qrl.compare import missing as absent
 from qrl.compare import ranking, sizes
 from qrl.errors import VerdictFailed
 from qrl.evaluate import groups
@@ -83,29 +84,30 @@ def files(
     rank: bool,
     out: str,
     failing: Sequence[str],
+    missing: str | None = None,
     **given: Any,
 ) -> None:
     """Write the table of `compare`, or of `methods` to `rank`, for files or cells of the store; log nothing.
 
     `given` are columns, where and reference, as for `read_questions`, and metric and filter, as for `read_logs`;
-    `failing` as for `check_verdicts`.
+    `failing` as for `check_verdicts`, `missing` as for `from_questions`.
     """
     of_logs = {name: given.pop(name) for name in ("metric", "filter")}
     if questions:
         evidence = room.read_questions(questions, **given, whole=False)
     elif logs:
-        evidence = room.read_logs(logs, reference=given["reference"], **of_logs)
+        evidence = room.read_logs(logs, reference=given["reference"], **of_logs, missing=missing)
     elif not counts:
         evidence = _answers(cells)
     margin = recipe.compare.margin
     comparison = None
     if rank:
-        text = write_methods(ranking.measure(evidence), Path(out))
+        text = write_methods(ranking.measure(absent.filled(evidence, missing)), Path(out))
     else:
         if counts:
             comparison = room.from_counts(room.read_counts(counts), margin=margin, reference=given["reference"])
         else:
-            comparison = room.from_questions(evidence, margin=margin)
+            comparison = room.from_questions(evidence, margin=margin, missing=missing)
         text = write(comparison, Path(out))
     click.echo(text)
     click.echo(f"Written to {out}: {METHODS_FILES if rank else TABLE_FILES}.", err=True)

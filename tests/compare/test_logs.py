@@ -170,6 +170,18 @@ def test_partial_credit_is_read_from_both_tools(tmp_path):
     assert comparison.cells["grpo", "full"].estimate == 0.5 and comparison.row("full").mcnemar is None
 
 
+@pytest.mark.parametrize("change", [{"error": {"message": "out of memory"}}, {"scores": None}])
+def test_samples_of_inspect_that_failed_count_as_wrong_on_request(change, tmp_path):
+    log = document()
+    log["samples"][0].update(change)
+    (tmp_path / "failed.json").write_text(json.dumps(log))
+    with pytest.raises(BadInput, match="--missing wrong"):
+        compare.read_logs(f"base:full={tmp_path / 'failed.json'}", metric="match")
+    source = named(INSPECT, base=tmp_path / "failed.json")
+    found = compare.from_questions(compare.read_logs(source, metric="match", missing="wrong"), missing="wrong")
+    assert found.answered.filled == {("base", "full"): 1} and found.n == 6
+
+
 def test_a_score_with_parts_attachments_and_seeds_are_read(tmp_path):
     log = document()
     log["plan"]["config"]["seed"] = 7  # another draw of the same distribution
