@@ -185,8 +185,7 @@ class Answered:
             raise BadInput(
                 f"Cell {cell_name(*self.cells[worst])} lacks {gaps[worst].sum()} of {len(asked)} questions"
                 f"{f' under seed {run}' if run else ''}, '{first}' first: cells are compared on the same questions "
-                'only. Answer them, or count them as wrong: `--missing wrong`, in Python `missing="wrong"`. (To remove '
-                "them from the other cells would select the questions.)"
+                "only. Answer them, or count them as wrong: `--missing wrong`, in Python missing='wrong'."
             )
         return places
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from qrl import names
-from qrl.compare import answers
+from qrl.compare import answers, subgroups
 from qrl.stats import Estimate
 
 if TYPE_CHECKING:
@@ -29,12 +29,15 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         null. `label` is the scheme as tables show it: `full (bf16)`. `seeds` counts training runs, null if only counts
         are known. With one run the spreads are null and `per_seed` is empty; with several, both spreads map "delta" and
         "gain_survival" to standard deviations, and `per_seed` maps each seed to the same two differences, whose errors
-        come from its questions alone. Cells whose missing answers count as wrong have "missing", their
-        number. Cells with several samples per question also have "samples" and "pass_at": {k:
-        …}. "answers" maps each variant to the measures of `answers.Answers` that are known, as {"n", "mean", "change"}
-        (against full precision, null under it), and to "reference_perplexity", "right_to_wrong", "wrong_to_right",
-        "compared" (answers) and "mcnemar"; it is empty if only counts are known. With more than one trained variant,
-        the entry is the first one's, and "others" maps each further label to the same keys.
+        come from its questions alone. Cells whose missing answers count as wrong have "missing", their number. Cells
+        with several samples per question also have "samples" and "pass_at": {k: …}. "answers" maps each variant to the
+        measures of `answers.Answers` that are known, as {"n", "mean", "change"} (against full precision, null under
+        it), and to "reference_perplexity", "right_to_wrong", "wrong_to_right", "compared" (answers) and "mcnemar"; it
+        is empty if only counts are known. With more than one trained variant, the entry is the first one's, and
+        "others" maps each further label to the same keys.
+
+        "subgroups" is there if rows name subjects or levels, with differences for each variant and accuracies as
+        differences are written: {kind: {group: {"n", "cells": {variant: …}, "delta": {variant: …}}}}.
     """
     entries = {}
     for scheme in comparison.schemes:
@@ -47,6 +50,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             variant: answers.as_json(comparison.answers, (variant, scheme), numbers) for variant in entry["cells"]
         }
         entry["answers"] = {variant: of_cell for variant, of_cell in measured.items() if of_cell}
+        if found := subgroups.as_json(comparison, scheme, numbers):
+            entry["subgroups"] = found
         if others:
             entry["others"] = {row.variant: _row(row) for row in others}
         entries[scheme] = entry

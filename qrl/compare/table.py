@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from qrl import names
-from qrl.compare import missing, seeds
+from qrl.compare import missing, seeds, subgroups
 from qrl.compare.answers import Answers, References
 from qrl.stats.text import interval, table
 
@@ -43,7 +43,7 @@ def as_sentence(comparison: Comparison) -> str:
 
 def as_markdown(comparison: Comparison) -> str:
     """Return cells, gains and verdicts; per seed if there are several; losses; then how to read them."""
-    parts = (_cells, seeds.sections, _losses, _answers, _verdicts, _notes)
+    parts = (_cells, seeds.sections, _losses, _answers, _verdicts, _notes, subgroups.as_markdown)
     return "\n".join(line for part in parts for line in part(comparison))
 
 
@@ -207,6 +207,7 @@ def _notes(comparison: Comparison) -> list[str]:
     return [
         f"Brackets are 95 % confidence intervals (CI); ± is one standard error. {pairing}",
         *_differing(comparison),
+        *(seeds.repeated_notes(comparison.answered) if comparison.answered else []),
         *(missing.notes(comparison.answered.filled, comparison.n) if comparison.answered else []),
         *_bootstrap(comparison),
         "",

@@ -14,7 +14,6 @@ from qrl import figures, names
 from qrl.compare import missing as absent
 from qrl.compare import ranking, sizes
 from qrl.errors import VerdictFailed
-from qrl.evaluate import groups
 from qrl.files import tables
 from qrl.recipe import Recipe
 from qrl.stats.text import interval
@@ -50,7 +49,7 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
         runs.step("compare", recipe, sections=("compare",), tags={names.TAG_CACHE_KEY: key}),
     ):
         tables.join(rows, work / names.QUESTIONS, {"scheme": names.scheme})
-        text = write(comparison, work, appendix=groups.markdown(frame))
+        text = write(comparison, work)
         if len(changed := comparison.changed_shown()):
             contents.log_table(changed, Path(names.CHANGED_JSON).stem)  # the folder's file; marks it as a table
         contents.log_folder(work)
@@ -157,13 +156,13 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
         outcome.compared(recipe, cells)
 
 
-def write(comparison: room.Comparison, out: Path, *, appendix: str = "") -> str:
-    """Write table.md, with Markdown to add at its end, table.json, changed answers, figures; return the first's text.
+def write(comparison: room.Comparison, out: Path) -> str:
+    """Write table.md, table.json, changed answers, figures; return the first's text.
 
     Raises:
         BadInput: `out` cannot be written to.
     """
-    text = f"{comparison.markdown()}\n{appendix}" if appendix else comparison.markdown()
+    text = comparison.markdown()
     document = json.dumps(comparison.table_json(), indent=2) + "\n"
     documents = {names.TABLE_MD: text, names.TABLE_JSON: document}
     if comparison.paired:  # as MLflow writes tables
