@@ -13,6 +13,7 @@ from qrl.compare.answers import Answers, References, changed, measured, shown
 from qrl.compare.evidence import Cell, Counts, Questions
 from qrl.compare.outcomes import Answered
 from qrl.compare.scales import Scales, measure_scales
+from qrl.compare.subgroups import Group, groups
 from qrl.errors import BadInput
 from qrl.files.tables import TEXTS
 from qrl.names import BASE, FULL
@@ -171,6 +172,11 @@ class Comparison:
         See `answers.changed`; empty if only counts are known.
         """
         return changed(self.answered, self.references) if self.answered else pd.DataFrame()
+
+    @cached_property
+    def subgroups(self) -> dict[str, list[Group]]:
+        """Subject and level → their groups of questions; empty where the rows name none."""
+        return groups(self)
 
     def changed_shown(self) -> pd.DataFrame:
         """Return a few of them as texts for people; see `answers.shown`."""

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from qrl import names
-from qrl.compare import answers, damage
+from qrl.compare import answers, damage, missing
 from qrl.compare.convergence import Convergence
 from qrl.compare.evidence import Cell
 from qrl.compare.outcomes import Answered
@@ -196,7 +196,8 @@ def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Se
     runs = f"{methods.runs} training runs" if methods.runs > 1 else runs
     note = f"n = {methods.n} held-out questions, {runs}; ± is one standard error, brackets are paired 95 % CIs."
     lines = ["## Methods", "", *table(("method", "scheme", "accuracy", "gain over base", error, over), body)]
-    lines += ["", note, "", *(f"- {finding}" for finding in findings(methods)), ""]
+    lines += ["", note, *(missing.notes(methods.answered.filled, methods.n) if methods.answered else []), ""]
+    lines += [*(f"- {finding}" for finding in findings(methods)), ""]
     lines += damage.markdown(methods.damages)
     against = f"the reference (the same method at full precision if evaluated, else {methods.shown(FULL)})"
     lines += answers_table(methods.answers, methods.shown, against, methods.references)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from qrl import names
-from qrl.compare import scales, seeds
+from qrl.compare import missing, scales, seeds, subgroups
 from qrl.compare.answers import Answers, References
 from qrl.stats import LEVEL
 from qrl.stats.clusters import ENOUGH
@@ -39,7 +39,7 @@ def as_sentence(comparison: Comparison) -> str:
 
 def as_markdown(comparison: Comparison) -> str:
     """Return cells, gains and verdicts; per seed if there are several; losses; then how to read them."""
-    parts = (_cells, _verdicts, seeds.sections, _losses, scales.sections, _answers, _notes)
+    parts = (_cells, _verdicts, seeds.sections, _losses, scales.sections, _answers, _notes, subgroups.as_markdown)
     return "\n".join(line for part in parts for line in part(comparison))
 
 
@@ -136,7 +136,9 @@ def answers_table(
         note += " *reached, then wrong*: the right value appears before a wrong or missing answer."
     if "reference_logprob" in known:
         note += " *references*: worked solutions; the difference is that of their log-likelihood, in nats a token."
-    head += ["right → wrong", "wrong → right", "McNemar's p"]
+    partial = any(answers.partial for answers in by_cell.values())
+    head += ["less credit", "more credit"] if partial else ["right → wrong", "wrong → right"]
+    head.append("McNemar's p")
     return ["## Answers", "", *table(head, body), "", note, ""]
 
 
@@ -213,6 +215,8 @@ def _notes(comparison: Comparison) -> list[str]:
         f"Brackets are 95 % confidence intervals (CI); ± is one standard error. {pairing}",
         *_clusters(comparison),
         *_differing(comparison),
+        *(seeds.repeated_notes(comparison.answered) if comparison.answered else []),
+        *(missing.notes(comparison.answered.filled, comparison.n) if comparison.answered else []),
         *_bootstrap(comparison),
         "",
         "- *gain* = trained − base under one scheme.",

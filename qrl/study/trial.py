@@ -51,7 +51,7 @@ def run(recipe: Recipe, path: Path, device: str) -> Trial:
     """
     if device == "cpu":
         return _run(recipe, path, device)
-    context = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot fork
+    context = process.context("spawn")  # a process that has used a GPU cannot fork
     try:
         before = multiprocessing.active_children()  # a notebook's own
         with ProcessPoolExecutor(1, context, process.settle) as pool:

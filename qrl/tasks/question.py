@@ -1,7 +1,7 @@
 """What tasks and graders exchange: a question with its gold answer, and the verdict on a completion."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class Verdict:
     strict: bool  # the strict answer equals the gold answer
     flexible: bool  # the last number anywhere equals the gold answer
     fault: str | None = None  # "timeout" or "error" where the grader itself failed, which counts as wrong
+    fault_cause: str | None = field(default=None, compare=False)  # what it raised, in words
 
 
 def leaked(question: str, text: str, raw: str, markers: Sequence[str]) -> bool:
