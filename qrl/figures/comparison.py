@@ -43,7 +43,8 @@ def matrix(comparison: Comparison, path: str | Path) -> None:
         style |= {"textcoords": "offset points", "color": colour, "size": 9, "bbox": LABEL}
         for px, cell in zip(x, cells, strict=True):
             axes.annotate(f"{cell.estimate:.3f}", (px, cell.estimate if pair else cell.high), **style)
-    axes.set_xticks(range(len(schemes)), [comparison.shown(scheme) for scheme in schemes], size=12)
+    ticks = [comparison.shown(scheme).replace(" (groups", "\n(groups") for scheme in schemes]
+    axes.set_xticks(range(len(schemes)), ticks, size=12)
     axes.set_xlim(-0.6, len(schemes) - 0.4)
     axes.margins(y=0.12)
     axes.set_ylabel("accuracy")

@@ -13,6 +13,7 @@ from qrl import checkpoint, figures, names, process, source, tasks, tiny
 from qrl.engine import device as devices
 from qrl.engine import hf, memory
 from qrl.errors import BadInput
+from qrl.formats import groups
 from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
 from qrl.tasks import contamination, prompt, rows
@@ -56,13 +57,15 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
     questions = inputs.trained(recipe)
     heldout = inputs.all_heldout(recipe)
     world = parallel.processes(recipe.train, device)
-    key = keys.trained(recipe, base.digest, device, teacher=teacher.digest if teacher else None, processes=world)
+    group_size = groups.of(base.path, recipe.quantize.group_size)
+    inputs_of_key = {"teacher": teacher.digest if teacher else None, "processes": world, "group_size": group_size}
+    key = keys.trained(recipe, base.digest, device, **inputs_of_key)
     work = (WORK / f"train-{key[:16]}").resolve()
     probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else ()
     sections = {"settings": recipe.train, "rollout": recipe.rollout, "watch": recipe.watch}
     how = {"task": recipe.task, "template": prompt.of(recipe), "seed": recipe.seed, "device": device}
     folders = {"base": base.path, "work": work / "trainer", "out": work / "model"}
-    job = Job(questions=questions, probed=probed, **sections, **how, **folders)
+    job = Job(questions=questions, probed=probed, group_size=group_size, **sections, **how, **folders)
     _check(job, base, teacher)
     if process.rank():
         verl.join(job) if recipe.train.trainer == "verl" else _run(job, teacher)
@@ -71,6 +74,8 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
     store.prepare()
     params = {"device": device, "processes": world}
     params |= {"base_stored_in": recipe.train.storage, "computed_in": recipe.train.compute}
+    if recipe.train.qat in names.GROUPED_FORMATS:
+        params["qat_group_size"] = group_size
     read, tags = ("train", "rollout", "watch"), _tags(recipe, key, base.digest)
     with (
         workspace(work.name, keep_on_error=True),

@@ -8,6 +8,7 @@ from heapq import nlargest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qrl.formats import groups
 from qrl.recipe import Rollout, Train, Watch
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class Job:
     out: Path  # folder to make; it appears whole, by rename
     rollout: Rollout = Rollout()
     watch: Watch = Watch()
+    group_size: int = groups.USUAL  # of train.qat in integers with groups: inputs that share a scale
     probed: Sequence[tasks.Question] = ()  # for held-out accuracy during training, where `watch.probe_every` is set
     log: Log = lambda metrics, step: None
     warn: Callable[[Alarm], None] = lambda alarm: None  # called once per watcher
