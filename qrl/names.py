@@ -111,6 +111,7 @@ SECONDS = "step/seconds"  # logged only by a step that succeeds
 ENGINE = "engine"  # that generated the answers
 SETTINGS = "settings_digest"  # sha256 over a scheme's settings, libraries and calibration questions
 PROMPT_HASH = "prompt_hash"  # of the wording and the variables that a question was rendered with
+STORED_IN = "stored_in"  # dtype of trained or merged weights on the disk, a param of the step's run
 DTYPE = "dtype"  # of activations; tables show `full` with it
 GROUP_SIZE = "group_size"  # inputs that share a scale, of integer codes; tables show it where it is not the usual one
 QUESTION_TEXT = "question_text"
@@ -127,6 +128,7 @@ def pass_at(k: int) -> str:
 TABLE_MD, TABLE_JSON = "table.md", "table.json"
 QUESTIONS = "questions.parquet"
 CHANGED_JSON = "changed_answers.json"  # a table of MLflow's: answers that quantization turned right or wrong
+NOTES_JSON = "notes.json"  # of a comparison: sentences on what it rests on, its warnings first
 GROUPS_MD = "groups.md"  # a cell's accuracy by subject and level
 RECEIPT = "receipt.json"  # of a cell: engine, version, kernels, digests
 RECIPE = "recipe.yaml"
@@ -161,7 +163,12 @@ def shown(scheme: str, dtypes: Iterable[object]) -> str:
     """
     distinct = set(dtypes)
     dtype = distinct.pop() if len(distinct) == 1 else None
-    return f"{scheme} ({_SHORT.get(dtype, dtype)})" if scheme == FULL and isinstance(dtype, str) and dtype else scheme
+    return f"{scheme} ({short(dtype)})" if scheme == FULL and isinstance(dtype, str) and dtype else scheme
+
+
+def short(dtype: str) -> str:
+    """Return a dtype as tables show it: `bf16` for torch's `bfloat16`."""
+    return _SHORT.get(dtype, dtype)
 
 
 def with_groups(scheme: str, size: int | None) -> str:

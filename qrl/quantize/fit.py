@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from qrl import checkpoint, names
 from qrl.engine import pretrained
-from qrl.formats import groups
 from qrl.errors import BadInput
+from qrl.formats import groups
 from qrl.formats.fakequant import linears
 from qrl.quantize import settings as choices
 from qrl.quantize import staging

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl.formats import groups
+from qrl.formats.kept import Kept
 from qrl.recipe import Rollout, Train, Watch
 
 if TYPE_CHECKING:
@@ -72,4 +73,4 @@ class Trained:
     resumed_from: int  # step of the checkpoint that training resumed from; 0 for a fresh start
     seconds: float  # of this process
     stopped: Alarm | None  # the watcher that ended the training early
-    moved: Mapping[str, float] = field(default_factory=dict)  # from `save.moved`, where all weights were trained
+    kept: Kept | None = None  # what the stored weights keep of the update, where all weights were trained
