@@ -56,14 +56,14 @@ def of_updates(trained: Iterable[Stored]) -> list[str]:
 
 def of_answers(alike: Iterable[Alike], shown: dict[str, str] | None = None) -> list[str]:
     """Return a warning for each pair of variants that answer alike; `shown` are schemes as tables show them."""
-    shown = shown or {}
-    return [
-        f"{WARNING}{pair.first} and {pair.second} gave the same text in answer to each of the {pair.n} questions under "
-        f"{_and([shown.get(scheme, scheme) for scheme in pair.schemes])}: there they are one model, and more questions "
-        "show no difference. Store the trained weights in fp32 (train.store_dtype or merge.store_dtype), or train longer "
-        "or at a higher rate."
-        for pair in alike
-    ]
+    shown, warnings = shown or {}, []
+    for pair in alike:
+        schemes = _and([shown.get(scheme, scheme) for scheme in pair.schemes])
+        same = f"{pair.first} and {pair.second} gave the same text in answer to each of the {pair.n} questions"
+        follows = f"under {schemes}: there they are one model, and more questions show no difference"
+        advice = "Store the trained weights in fp32 (train.store_dtype or merge.store_dtype = fp32)"
+        warnings.append(f"{WARNING}{same} {follows}. {advice}, or train longer or at a higher rate.")
+    return warnings
 
 
 def alike(answered: Answered | None) -> list[Alike]:
@@ -91,10 +91,8 @@ def alike(answered: Answered | None) -> list[Alike]:
 
 def markdown(notes: Sequence[str]) -> str:
     """Return the notes as a section of Markdown, empty if there are none."""
-    lines = [
-        f"- **{WARNING.strip()}** {note.removeprefix(WARNING)}" if note.startswith(WARNING) else f"- {note}"
-        for note in notes
-    ]
+    strong = f"**{WARNING.strip()}** "
+    lines = [f"- {note.replace(WARNING, strong, 1)}" for note in notes]
     return "\n".join([TITLE, "", *lines, ""]) if notes else ""
 
 
@@ -108,13 +106,12 @@ def _same_texts(answered: Answered, first: Cell, second: Cell) -> bool:
     pairs = others.merge(rows, on=by, how="left", suffixes=("", "_other"), validate="many_to_one")
     if not len(pairs) or not pairs["correct"].equals(pairs["correct_other"]):
         return False
-    lengths = answered.frame.get("n_tokens")
-    if (
-        lengths is not None
-        and (lengths.to_numpy()[pairs[_PLACE]] != lengths.to_numpy()[pairs[f"{_PLACE}_other"]]).any()
-    ):
-        return False
-    own, other = (_texts(answered, pairs[name].to_numpy()) for name in (_PLACE, f"{_PLACE}_other"))
+    places, others_places = pairs[_PLACE].to_numpy(), pairs[f"{_PLACE}_other"].to_numpy()
+    if "n_tokens" in answered.frame:
+        lengths = pd.to_numeric(answered.frame["n_tokens"], errors="coerce").fillna(-1).to_numpy()
+        if (lengths[places] != lengths[others_places]).any():
+            return False
+    own, other = (_texts(answered, at) for at in (places, others_places))
     return bool(own.notna().all() and (own.to_numpy() == other.to_numpy()).all())
 
 

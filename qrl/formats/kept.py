@@ -38,10 +38,8 @@ class Kept:
             return ""
         lost = f"Storing in {names.short(self.stored_in)} rounds {percent(1 - self.share)} of the update away"
         follows = "what is evaluated and quantized is close to the base, and more questions show no more of a gain"
-        advice = (
-            f"store in fp32 ({remedy}; evaluate.dtype=fp32 where a GPU answers), or train longer or at a higher rate"
-        )
-        return f"{lost}: {follows}. To keep it, {advice}."
+        storing = f"store in fp32 ({remedy}, and evaluate.dtype=fp32 where a GPU answers)"
+        return f"{lost}: {follows}. To keep it, {storing}, or train longer or at a higher rate."
 
 
 def percent(share: float) -> str:

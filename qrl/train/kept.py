@@ -1,10 +1,10 @@
 """How much of an update the stored weights keep: their dtype rounds away steps that are smaller than its spacing.
 
-W is a weight before training, W + Δ the same weight as trained, in fp32, and Q rounds to the dtype of the checkpoint. The
-*share kept* is <Q(W + Δ) − Q(W), Δ> / ‖Δ‖² over all weights as one vector: the projection of the stored update on the
-true one. 1: the update is stored in full, whatever rounding adds beside it; 0: nothing of it is stored. It is the
-`update_projection` of `diagnose`, with the checkpoint's dtype in place of a scheme. Shares of moved weights are those of
-Zhu et al., The Path Not Taken (arXiv 2511.08567), which tells masters and stored weights apart.
+W is a weight before training, W + Δ the same weight as trained, in fp32, and Q rounds to the dtype of the checkpoint.
+The *share kept* is <Q(W + Δ) − Q(W), Δ> / ‖Δ‖² over all weights as one vector: the projection of the stored update on
+the true one. 1: the update is stored in full, whatever rounding adds beside it; 0: nothing of it is stored. It is the
+`update_projection` of `diagnose`, with the checkpoint's dtype in place of a scheme. Shares of moved weights are those
+of Zhu et al., The Path Not Taken (arXiv 2511.08567), which tells masters and stored weights apart.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Update:
     def add(self, before: Tensor, after: Tensor) -> None:
         """Add a weight before training and as trained, of one shape on one device, in blocks."""
         dtype = getattr(torch, self.stored_in)
-        for old, new in zip(before.flatten().split(BLOCK), after.flatten().split(BLOCK), strict=True):
-            old, new = old.float(), new.float()
+        for block, trained in zip(before.flatten().split(BLOCK), after.flatten().split(BLOCK), strict=True):
+            old, new = block.float(), trained.float()
             stored_old, stored_new = old.to(dtype).float(), new.to(dtype).float()
             delta = new - old
             self.weights += old.numel()

@@ -29,9 +29,8 @@ def trained(model, base: checkpoint.Checkpoint, job: Job, state: dict[str, torch
         elif (scales := linears.read_activation_scales(job.work)) is not None:
             linears.write_activation_scales(folder, scales)
 
-    write(
-        model, job.base, job.out, dtype=None if settings.adapter else stored_in(settings, base), state=state, note=note
-    )
+    dtype = None if settings.adapter else stored_in(settings, base)
+    write(model, job.base, job.out, dtype=dtype, state=state, note=note)
 
 
 def stored_in(settings: Train, base: checkpoint.Checkpoint) -> str:

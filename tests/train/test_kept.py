@@ -1,5 +1,6 @@
-"""What the stored weights keep of an update: measured against its definition, told after train and merge, and avoidable."""
+"""What the stored weights keep of an update: measured against its definition, told, and avoidable."""
 
+import json
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from qrl import checkpoint, names, recipe, tiny
 from qrl.errors import BadInput
-from qrl.formats.kept import Kept
+from qrl.formats.kept import METRICS, Kept
 from qrl.recipe import Train
 from qrl.train import kept, policy
 
@@ -75,18 +76,26 @@ def test_an_adapter_is_not_stored_in_a_dtype_of_its_own():
 def test_training_and_merging_tell_what_storage_keeps_and_fp32_keeps_all(store, capsys):
     import mlflow
 
+    from qrl.steps import compare, evaluate
     from qrl.steps import train as step
-    from qrl.tracking import models, reuse, runs
+    from qrl.tracking import contents, lineage, models, reuse
 
     def newest(name):
         query = f"tags.`{names.TAG_STEP}` = '{name}'"
         return mlflow.search_runs(filter_string=query, order_by=["start_time DESC"], output_format="list")[0]
 
+    def cells():
+        query = f"tags.`{names.TAG_STEP}` = 'evaluate' and params.scheme = 'full'"
+        return mlflow.search_runs(filter_string=query, output_format="list")
+
     def told(name, chosen, *rest):
         getattr(step, name)(chosen, *rest)
         return newest(name), capsys.readouterr().err
 
-    dtypes = {"bf16": "bfloat16", "fp32": "float32"}
+    def of_training(run):
+        return {name: run.data.metrics[f"train/{name}"] for name in METRICS}
+
+    dtypes, lost_model = {"bf16": "bfloat16", "fp32": "float32"}, ""
     for dtype, more in (("bf16", {}), ("fp32", {"train.store_dtype": "fp32"})):
         run, said = told("train", recipe.load("tiny", SLOW | {"train.algorithm": "sft"} | more))
         share = run.data.metrics["train/update_kept"]
@@ -94,8 +103,11 @@ def test_training_and_merging_tell_what_storage_keeps_and_fp32_keeps_all(store, 
         assert f"The stored weights ({dtype}) keep" in said
         is_lost = dtype == "bf16"
         assert (share < 0.5, "rounds" in said, f"{names.TAG_WATCH}storage" in run.data.tags) == (is_lost,) * 3
-        stored = models.local_path(reuse.outputs(run).models["model"])
-        assert checkpoint.check(stored).dtype == dtypes[dtype]
+        address = reuse.outputs(run).models["model"]
+        assert checkpoint.check(models.local_path(address)).dtype == dtypes[dtype]
+        step_name, found = lineage.kept(address)
+        assert step_name == "train" and found.metrics() == of_training(run) and found.stored_in == dtypes[dtype]
+        lost_model = address if is_lost else lost_model
         if is_lost:
             assert "train.store_dtype=fp32" in said and run.data.metrics["train/moved_share_stored"] < 0.5
         else:
@@ -109,4 +121,16 @@ def test_training_and_merging_tell_what_storage_keeps_and_fp32_keeps_all(store, 
         share = run.data.metrics["merge/update_kept"]
         assert (share < 0.5, "merge.store_dtype=fp32" in said) == (dtype == "bf16",) * 2
         assert run.data.params[names.STORED_IN] == dtypes[dtype] and f"({dtype}) keep" in said
-    assert not runs.is_launched() and tiny.PATH.is_dir()
+        step_name, found = lineage.kept(reuse.outputs(run).models["model"])
+        assert (step_name, found.share) == ("merge", share)
+
+    # The table of such a model says it, and that it answers as its base does.
+    asked = recipe.load("tiny", {"evaluate.n": "20", "device": "cpu"})
+    evaluate.evaluate(asked, f"base:full={tiny.PATH},sft:full={lost_model}")
+    compare.compare(asked, [run.info.run_id for run in cells()])
+    compared = newest("compare")
+    table = contents.artifact(compared.info.run_id, names.TABLE_MD).read_text()
+    assert "**Warning:** sft: Storing in bf16 rounds" in table and "The stored weights of sft (bf16) keep" in table
+    notes = json.loads(contents.artifact(compared.info.run_id, names.NOTES_JSON).read_text())
+    assert any("train.store_dtype=fp32" in note for note in notes)
+    assert "Storing in bf16 rounds" in compared.data.tags["mlflow.note.content"]

@@ -1,4 +1,4 @@
-"""A model whose widths groups of 128 do not divide: trained, stored and shown in groups of one other size everywhere."""
+"""A model whose widths groups of 128 do not divide: one other size in training, storage and tables."""
 
 import pytest
 import torch
