@@ -83,7 +83,8 @@ def survival(comparison: Comparison, path: str | Path) -> None:
         axes.plot([-verdict.margin] * 2, [y - 0.5, y + 0.5], color=RED, lw=1.4, ls=(0, (4, 2)))
         _forest_row(axes, y, verdict, value)
     several = len(comparison.variants) > 2
-    labels = [f"{row.variant} · {row.scheme}" if several else row.scheme for row, _, _ in rows]
+    shown = [(row.variant, comparison.shown(row.scheme)) for row, _, _ in rows]
+    labels = [f"{variant} · {scheme}" if several else scheme for variant, scheme in shown]
     axes.axvline(0, color=INK, lw=1)
     axes.set_xlim(-reach, reach)
     axes.set_ylim(len(rows) - 0.5, -0.5)
