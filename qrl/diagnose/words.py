@@ -16,8 +16,8 @@ MEANINGS = {
     "unchanged_frac": "share of weights that training left equal, bit for bit, as they are stored",
     "delta_sparsity": "share of weights that training moved by at most 1e-5",
     "code_flip_rate": "share of stored codes that differ before and after training",
-    "update_survival": "length of the stored update over the true one; rounding alone can make it large, so read it with "
-    "update_cosine",
+    "update_survival": "length of the stored update over the true one; rounding alone can make it large, so read it "
+    "with update_cosine",
     "update_cosine": "whether what is stored points along the update: 1, it is the update; 0, it is rounding noise",
     "update_projection": "share of the update that is stored: 1, all of it, whatever the noise around it; 0, none",
     "relative_mse": "squared error of the scheme's weights over the squared weights at full precision; less is better",
