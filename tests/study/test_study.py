@@ -118,7 +118,10 @@ def test_the_study_holds_its_artifacts(client):
         assert artifact(study, name).stat().st_size > 0
     figures = {path.name for path in artifact(study, names.FIGURES).iterdir()}
     assert {"matrix.png", "survival.png", "layer_error.png", "training.png"} <= figures
-    assert b"<h2>Schemes</h2>" in artifact(study, names.REPORT).read_bytes()
+    report = artifact(study, names.REPORT).read_text()
+    assert "<h2>Schemes</h2>" in report
+    kept = "The stored weights of grpo (bf16) keep"  # in the table and on the page
+    assert kept in report and kept in artifact(study, names.TABLE_MD).read_text()
     from qrl import recipe
 
     assert recipe.load(str(artifact(study, names.RECIPE))).train.steps == 3
