@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -54,18 +56,22 @@ def run(recipe: Recipe, path: Path, device: str) -> Trial:
     context = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot fork
     try:
         before = multiprocessing.active_children()  # a notebook's own
-        with ProcessPoolExecutor(1, context, process.settle) as pool:
+        with ProcessPoolExecutor(1, context, _begin, (os.getpid(),)) as pool:
             try:
                 return pool.submit(_run, recipe, path, device).result()
-            except KeyboardInterrupt:
+            finally:  # nobody waits for answers after Ctrl-C, nor for its way of ending once they are there
                 for child in set(multiprocessing.active_children()).difference(before):
-                    child.kill()  # else the pool waits until the answers are there
-                raise
+                    child.kill()
     except RuntimeError as error:  # torch's OutOfMemoryError, or BrokenProcessPool where the process was killed
         if type(error).__name__ not in ("OutOfMemoryError", "BrokenProcessPool"):
             raise
         lacking = f"The base could not answer {N} questions on this {device} ({first_line(error)})"
         raise QrlError(f"{lacking}: free its memory, or use a smaller model or evaluate.max_new_tokens.") from None
+
+
+def _begin(parent: int) -> None:
+    process.die_with_parent(parent, signal.SIGKILL)
+    process.settle()
 
 
 def _run(recipe: Recipe, path: Path, device: str) -> Trial:

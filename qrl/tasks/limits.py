@@ -6,7 +6,6 @@ The process is started afresh, so that it shares no lock and no GPU with this on
 
 from __future__ import annotations
 
-import atexit
 import multiprocessing
 import os
 import signal
@@ -17,7 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
-from qrl.process import die_with_parent
+from qrl import process
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
@@ -67,6 +66,7 @@ def _pool(path: str, source: bytes) -> ProcessPool:
         if key not in _pools or not _pools[key].active:
             context = multiprocessing.get_context("spawn")
             _pools[key] = ProcessPool(1, initializer=_begin, initargs=(os.getpid(), path, source), context=context)
+            process.at_end(close)
         return _pools[key]
 
 
@@ -74,12 +74,11 @@ def _begin(parent: int, path: str, source: bytes) -> None:
     """Die with the process that asked, whatever the file does, and load the file."""
     from qrl.tasks import own
 
-    die_with_parent(parent, signal.SIGKILL)
+    process.die_with_parent(parent, signal.SIGKILL)
     own.begin(path, source)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a call into C at once; a handler of Python's would wait for it
 
 
-@atexit.register
 def close() -> None:
     """End the processes; the next call starts new ones."""
     with _lock:

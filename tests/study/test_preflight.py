@@ -282,6 +282,29 @@ def test_a_signal_during_the_trial_does_not_wait_for_its_answers(monkeypatch, tm
     assert set(multiprocessing.active_children()) <= set(before) and not (tmp_path / "ended").exists()
 
 
+def on_a_cpu(settings: recipe.Recipe, folder: Path, _: str) -> trial.Trial:
+    return trial._run(settings, folder, "cpu")
+
+
+@pytest.mark.process
+def test_a_task_of_ones_own_gets_through_the_trial_in_a_process(monkeypatch, tmp_path):
+    """As on a GPU: the trial's process has started the task's process, and has to end it to end itself."""
+    (tmp_path / "sums.py").write_text(
+        "from qrl.tasks import Question\n\n"
+        "def load(split, n, seed):\n"
+        "    return [Question(f'{split}{i}', f'What is {i}+1?', '', str(i + 1)) for i in range(20)]\n\n"
+        "def grade(completion, answer):\n"
+        "    return completion.strip().endswith(answer)\n"
+    )
+    monkeypatch.setattr(trial, "_run", on_a_cpu)
+    made: list[trial.Trial] = []
+    own = study(task=str(tmp_path / "sums.py"))
+    thread = threading.Thread(target=lambda: made.append(trial.run(own, tiny.PATH, "cuda")), daemon=True)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive() and len(made[0].frame) == 20
+
+
 def test_a_base_that_cannot_answer_ends_the_study_with_its_answers_and_yes_goes_on(random_llama, capsys):
     own = study(model=str(random_llama))
     with pytest.raises(BadInput, match=r"none of 20 held-out questions.*--yes"):
