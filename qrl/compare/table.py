@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from qrl import names
-from qrl.compare import seeds
+from qrl.compare import health, seeds
 from qrl.compare.answers import Answers, References
 from qrl.stats.text import interval, table
 
@@ -63,13 +63,15 @@ def _cells(comparison: Comparison) -> list[str]:
             verdict = f"**{row.verdict.verdict}**" if row.verdict else "reference"
             body.append((comparison.shown(row.scheme), *engine, *accuracies, *gain, survival, verdict))
         lines += [f"## Did the gain of {trained} survive?", "", *table(head, body), ""]
-    return [*lines, *_pass_at(comparison)]
+    marked = {names.cell_name(*cell): note for cell, note in comparison.unhealthy.items()}
+    return [*lines, *health.section(marked), *_pass_at(comparison)]
 
 
 def _accuracy(comparison: Comparison, cell: Cell) -> str:
     value, runs = comparison.cells[cell], len(comparison.runs)
     of_seeds = f", {runs} seeds" if runs > 1 and cell[0] != names.BASE else ""
-    return f"{_with_error(value)} (n = {value.n}{of_seeds})"
+    mark = f" {health.MARK}" if cell in comparison.unhealthy else ""
+    return f"{_with_error(value)} (n = {value.n}{of_seeds}){mark}"
 
 
 def _with_error(value: Estimate) -> str:

@@ -79,7 +79,7 @@ def decide(
         max_growth: `promote.max_length_growth`; None sets no limit.
         min_n: `promote.min_n`, the least number of questions.
     """
-    checks = [_cell(stage, cell), _health(cell.broken), _digest(cell.digest, version_digest)]
+    checks = [_cell(stage, cell), _health(cell), _digest(cell.digest, version_digest)]
     checks += [_few(cell.n, min_n)] if cell.n < min_n else []
     checks += [_itself(cell.digest, before_digest)] if stage.made_from is None else []
     checks += [_lineage(parent, before_digest, stage.made_from)] if stage.made_from else []
@@ -114,9 +114,15 @@ def _itself(digest: str, base: str) -> _Check:
     return False, f"{made}: give the base's own evaluation.", {"base_digest": base}
 
 
-def _health(broken: Sequence[str]) -> _Check:
-    unhealthy = f"The evaluation was unhealthy, so its accuracy does not count: {'; '.join(broken)}."
-    return not broken, unhealthy if broken else "The evaluation was healthy.", {"broken_limits": float(len(broken))}
+def _health(cell: Evaluated) -> _Check:
+    broken = cell.broken
+    facts: dict[str, float | str] = {"broken_limits": float(len(broken))}
+    if not broken:
+        return True, "The evaluation was healthy.", facts
+    unhealthy = "The evaluation was unhealthy, so its accuracy does not count"
+    if cell.unhealthy:
+        unhealthy = f"Quantization made the answers unhealthy ({cell.unhealthy}), and such a cell holds no stage"
+    return False, f"{unhealthy}: {'; '.join(broken)}.", facts
 
 
 def _few(n: int, least: int) -> _Check:

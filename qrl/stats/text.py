@@ -10,6 +10,12 @@ def interval(value: Estimate) -> str:
     return f"{signed(value.estimate)} [{signed(value.low)}, {signed(value.high)}]"
 
 
+def percent(share: float) -> str:
+    """Return a share in percent: `16 %`; below one, with a decimal, `0.4 %`."""
+    digits = 1 if 0 < share < 0.0095 else 0
+    return f"{100 * share:.{digits}f} %"
+
+
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     """Return the lines of a Markdown table, its first column left-aligned and the others right-aligned."""
     head = list(head)

@@ -141,7 +141,7 @@ def rehearse(recipe: Recipe, device: str, ahead: DryRun, *, yes: bool, methods: 
         )
         return
     made = trial.run(recipe, base, device)
-    click.echo(trial.text(made), err=True)
+    click.echo(trial.text(made, recipe), err=True)
     parts = forecast.seconds(made, recipe, shape, {step: len(labels) for step, labels in ahead.missing.items()})
     parts = {name: seconds * methods for name, seconds in parts.items()}
     parts["starting the steps"] = (len(ahead.folders) * methods + LAST_STEPS) * made.start_s

@@ -16,7 +16,7 @@ import torch
 
 from qrl import names, recipe, tasks, tiny
 from qrl.errors import BadInput, QrlError, UnhealthyCell
-from qrl.evaluate import scores
+from qrl.evaluate import health
 from qrl.recipe import Evaluate
 from qrl.steps import evaluate
 from qrl.study import auto, forecast, preflight, trial
@@ -118,16 +118,16 @@ def test_a_limit_counts_as_broken_only_if_twenty_answers_show_it():
     assert trial.objections(tried(12, 5, 3), study()) == []  # 17 of 20 may well be 0.9 of all
     (sentence,) = trial.objections(tried(8, 2, 10), study())
     assert "eval/parse_rate is 0.500 (n = 20)" in sentence and "evaluate.min_parse_rate" in sentence
-    rates = scores.rates(answers(12, 5, 3))
-    assert scores.problems(rates, Evaluate(), 20) and not scores.problems(rates, Evaluate(), 20, sure=True)
+    rates = health.rates(answers(12, 5, 3))
+    assert rates[names.PARSE_RATE] < Evaluate().min_parse_rate and not health.problems(rates, Evaluate(), 20)
 
 
 def test_the_answers_shown_are_of_different_kinds_and_short():
-    shown = scores.answers(answers(8, 4, 4))
+    shown = health.answers(answers(8, 4, 4))
     assert [line.rpartition(" ")[2] for line in shown] == ["unread", "wrong"] and "expected 7" in shown[0]
-    assert [line.rpartition(" ")[2] for line in scores.answers(answers(2, 0, 0))] == ["right", "right"]
+    assert [line.rpartition(" ")[2] for line in health.answers(answers(2, 0, 0))] == ["right", "right"]
     long = answers(1, 1, 0).assign(completion="first\n\n" + "x" * 5000 + "\nlast")
-    assert all("first ⏎" in line and line.endswith("⏎ last") and len(line) < 400 for line in scores.answers(long))
+    assert all("first ⏎" in line and line.endswith("⏎ last") and len(line) < 400 for line in health.answers(long))
 
 
 def test_training_memory_is_sixteen_bytes_a_parameter_and_an_adapter_needs_less():
