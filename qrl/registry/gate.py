@@ -122,7 +122,7 @@ def _health(cell: Evaluated) -> _Check:
     unhealthy = "The evaluation was unhealthy, so its accuracy does not count"
     if cell.unhealthy:
         unhealthy = f"Quantization made the answers unhealthy ({cell.unhealthy}), and such a cell holds no stage"
-    return False, f"{unhealthy}: {'; '.join(broken)}.", facts
+    return False, f"{unhealthy}: {'; '.join(sentence.rstrip('.') for sentence in broken)}.", facts
 
 
 def _few(n: int, least: int) -> _Check:

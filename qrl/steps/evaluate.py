@@ -12,7 +12,7 @@ from tqdm import tqdm
 from qrl import checkpoint, names, tasks
 from qrl.engine import device as devices
 from qrl.engine import hf, memory
-from qrl.errors import UnhealthyCell
+from qrl.errors import Objections, UnhealthyCell
 from qrl.evaluate import cells as room
 from qrl.evaluate import check_gpus, check_kv, groups, health, scores
 from qrl.recipe import Recipe
@@ -98,16 +98,23 @@ def check(recipe: Recipe, given: str | None) -> dict[tuple[str, str], tuple[str,
     """Return the cells' addresses and checkpoints, by variant and scheme.
 
     Raises:
-        BadInput: the list is malformed, the engine cannot run a cell, weights are not stored as the cell names them,
-            or a chat template has no variable that `chat.template_kwargs` sets.
+        BadInput: all that is wrong: the list is malformed, the engine cannot run a cell, weights are not stored as the
+            cell names them, or a chat template has no variable that `chat.template_kwargs` sets.
     """
     text = given or f"{names.BASE}:{names.FULL}={recipe.model}"
-    addresses = {inputs.cell(cell): address for cell, address in inputs.pairs(text, "a cell and its model").items()}
-    check_kv((scheme for _, scheme in addresses), recipe.evaluate.engine)
-    check_gpus(recipe.evaluate.tensor_parallel, recipe.evaluate.engine, devices.choose(recipe.device))
-    cells = {cell: (address, inputs.stored_as(cell, address)) for cell, address in addresses.items()}
-    for _, weights in cells.values():
-        inputs.check_chat(recipe, weights.path)
+    objections = Objections()
+    engine, parallel = recipe.evaluate.engine, recipe.evaluate.tensor_parallel
+    objections.check(lambda: check_gpus(parallel, engine, devices.choose(recipe.device)))
+    cells = {}
+    for label, address in inputs.pairs(text, "a cell and its model").items():
+        cell = objections.check(inputs.cell, label)
+        if cell is None:
+            continue
+        objections.check(check_kv, [cell[1]], engine)
+        if weights := objections.check(inputs.stored_as, cell, address):
+            objections.check(inputs.check_chat, recipe, weights.path)
+            cells[cell] = (address, weights)
+    objections.insist()
     return cells
 
 
