@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from qrl import checkpoint, names, recipe, tiny
 from qrl.engine import hf
-from qrl.errors import UnhealthyCell
+from qrl.errors import BadInput, UnhealthyCell
 from qrl.evaluate import cells
 from qrl.steps import evaluate, quantize, record
 from qrl.tracking import addresses, contents, runs
@@ -100,3 +100,13 @@ def test_a_scheme_of_a_void_variant_is_void_and_not_answered(running_on, capsys)
     with pytest.raises(UnhealthyCell, match="grpo · rtn-int2 is void, as grpo at full precision is"):
         evaluate.evaluate(settings(**{"evaluate.max_new_tokens": "24"}), alone)
     assert "grpo · rtn-int2" not in of_cells() and "2 of 2 cells are void" in capsys.readouterr().err
+
+
+def test_all_that_is_wrong_with_cells_is_told_at_once(store):
+    given = "base:full=qrl-tiny,base:nf4=qrl-tiny,grpo:none=qrl-tiny,grpo:awq=nowhere,base:full+kv-fp8=qrl-tiny"
+    with pytest.raises(BadInput) as refused:
+        evaluate.check(settings(), given)
+    said = str(refused.value)
+    assert said.startswith("4 things to correct:")
+    for words in ("Cell base:nf4 was given qrl-tiny", "no scheme 'none'", "nowhere", "full+kv-fp8 needs vLLM"):
+        assert words in said
