@@ -1,7 +1,7 @@
 """Errors that carry a sentence for the user, and the exit code of each.
 
     QrlError            1  a step failed
-    ├── UnhealthyCell   1  a cell broke a health limit of the recipe; its accuracy does not count
+    ├── UnhealthyCell   1  a cell is void: its answers broke a limit of health, and its accuracy does not count
     ├── BadInput        2  the user can correct it: the sentence says what was wrong, what was expected, and what to do
     ├── GateRefused     3  a gate refused a promotion; every stage stays where it was
     └── VerdictFailed   3  `compare --fail-on` names a verdict that the comparison reached
@@ -32,7 +32,7 @@ class QrlError(Exception):
 
 
 class UnhealthyCell(QrlError):
-    """A cell's completions broke a health limit, so its accuracy means nothing."""
+    """A cell is void: its answers broke a limit of health, and nothing shows that quantization did it."""
 
 
 class BadInput(QrlError):
