@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -88,6 +88,18 @@ def die_with_parent(launcher: int = 0, by: signal.Signals = signal.SIGTERM) -> N
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by)
     if os.getppid() != parent or (launcher and is_gone(launcher)):  # it died before the request
         os.kill(os.getpid(), by)
+
+
+def at_end(close: Callable[[], object]) -> None:
+    """Call `close` when this process ends, before it waits for the processes that it started.
+
+    A process that `multiprocessing` started calls no handler of `atexit`. It calls such finalizers, and then joins its
+    children: one that nobody has ended keeps it waiting for ever. A fork forgets its parent's finalizers, so whoever
+    starts a process calls this then, and not at import.
+    """
+    from multiprocessing import util
+
+    util.Finalize(None, close, exitpriority=1)
 
 
 def adopt_orphans() -> None:

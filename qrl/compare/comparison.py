@@ -8,7 +8,7 @@ from typing import TypeVar
 import pandas as pd
 
 from qrl import names, stats
-from qrl.compare import record, table
+from qrl.compare import health, record, table
 from qrl.compare.answers import Answers, References, changed, measured, shown
 from qrl.compare.evidence import Cell, Counts, Questions
 from qrl.compare.outcomes import Answered
@@ -166,6 +166,11 @@ class Comparison:
     def answers(self) -> dict[Cell, Answers]:
         """Cell → what its answers are like beside right or wrong; empty if only counts are known."""
         return measured(self.answered, self.changed, self.references) if self.answered else {}
+
+    @cached_property
+    def unhealthy(self) -> dict[Cell, str]:
+        """Cell → what quantization did to its answers, where they broke a limit of health; see `health.notes`."""
+        return health.notes(self.answered.frame) if self.answered else {}
 
     @cached_property
     def changed(self) -> pd.DataFrame:

@@ -47,7 +47,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         its questions alone. Cells with several samples per question also have "samples" and "pass_at": {k: …}.
         "answers" maps each variant to the measures of `answers.Answers` that are known, as {"n", "mean", "change"}
         (against full precision, null under it), and to "reference_perplexity", "right_to_wrong", "wrong_to_right",
-        "compared" (answers) and "mcnemar"; it is empty if only counts are known. With more than one trained variant,
+        "compared" (answers) and "mcnemar"; it is empty if only counts are known. A cell whose answers quantization made
+        unhealthy says so in "unhealthy". With more than one trained variant,
         the entry is the first one's, and "others" maps each further label to the same keys.
 
         Cells whose missing answers count as wrong have "missing", their number. "subgroups" is there if rows name
@@ -180,6 +181,8 @@ def _cell(comparison: Comparison, cell: Cell) -> dict[str, Any]:
     if by_k := comparison.pass_at.get(cell):
         entry["samples"] = comparison.evidence.samples[cell]
         entry["pass_at"] = {str(k): _share(value) for k, value in by_k.items()}
+    if note := comparison.unhealthy.get(cell):
+        entry["unhealthy"] = note
     return entry
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 
 from qrl import names
 from qrl.stats import quantile, signed
-from qrl.stats.text import interval, percent, table
+from qrl.stats.text import interval, percent_interval, table
 
 if TYPE_CHECKING:
     from qrl.compare.comparison import Comparison, Row
@@ -86,7 +86,7 @@ def _alone(comparison: Comparison, rows: list[Row]) -> list[str]:
         for seed, (delta, *survival) in zip(comparison.runs, zip(*by_difference, strict=True), strict=True):
             survived = interval(survival[0]) if survival else "not defined"
             share = row.kept_by_seed.get(seed)
-            kept = percent(share) if share else "not defined"
+            kept = percent_interval(share) if share else "not defined"
             body.append((comparison.shown(row.scheme), seed, str(delta.n), interval(delta), survived, kept))
     return table(("scheme", "seed", "n", "gain", "gain survival", "gain kept"), body)
 

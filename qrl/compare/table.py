@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from qrl import names
-from qrl.compare import missing, scales, seeds, subgroups
+from qrl.compare import health, missing, scales, seeds, subgroups
 from qrl.compare.answers import Answers, References
 from qrl.stats import LEVEL
 from qrl.stats.clusters import ENOUGH
-from qrl.stats.text import interval, percent, table
+from qrl.stats.text import interval, percent_interval, table
 
 if TYPE_CHECKING:
     from qrl.compare.comparison import Comparison, Row
@@ -56,17 +56,19 @@ def _cells(comparison: Comparison) -> list[str]:
             p = row.delta.p_two_sided if t_test else row.mcnemar
             gain = [interval(row.delta), "unpaired" if p is None else f"{p:.2g}"]
             survival = interval(row.gain_survival) if row.gain_survival else "not defined"
-            kept = percent(row.gain_kept) if row.gain_kept else "not defined"
+            kept = percent_interval(row.gain_kept) if row.gain_kept else "not defined"
             verdict = f"**{row.verdict.verdict}**" if row.verdict else "reference"
             body.append((comparison.shown(row.scheme), *engine, *accuracies, *gain, survival, kept, verdict))
         lines += [f"## Did the gain of {trained} survive?", "", *table(head, body), ""]
-    return [*lines, *_pass_at(comparison)]
+    marked = {names.cell_name(*cell): note for cell, note in comparison.unhealthy.items()}
+    return [*lines, *health.section(marked), *_pass_at(comparison)]
 
 
 def _accuracy(comparison: Comparison, cell: Cell) -> str:
     value, runs = comparison.cells[cell], len(comparison.runs)
     of_seeds = f", {runs} seeds" if runs > 1 and cell[0] != names.BASE else ""
-    return f"{_with_error(value)} (n = {value.n}{of_seeds})"
+    mark = f" {health.MARK}" if cell in comparison.unhealthy else ""
+    return f"{_with_error(value)} (n = {value.n}{of_seeds}){mark}"
 
 
 def _with_error(value: Estimate) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 
 from qrl.figures.canvas import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PURPLE, RED, VARIANTS, canvas, finish
 from qrl.names import FULL
-from qrl.stats.text import interval, percent
+from qrl.stats.text import interval, percent_interval
 
 if TYPE_CHECKING:
     from qrl.compare import Cell, Comparison
@@ -121,7 +121,7 @@ def _forest_row(axes, y: int, verdict: Verdict, value: Estimate) -> None:
     axes.plot([value.lower, value.upper], [y, y], color=colour, lw=6, solid_capstyle="butt")
     axes.plot(value.estimate, y, "o", ms=9, color="white", mec=colour, mew=2.4)
     _draw_runs(axes, y, value)
-    kept = f": {percent(verdict.kept)} kept" if verdict.kept else ""
+    kept = f": {percent_interval(verdict.kept)} kept" if verdict.kept else ""
     style = {"va": "center", "color": INK, "size": 10, "annotation_clip": False}
     axes.annotate(f"{verdict.verdict}{kept}\n{interval(value)}", (1.02, y), xycoords=("axes fraction", "data"), **style)
 

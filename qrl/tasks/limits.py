@@ -6,7 +6,6 @@ The process is started afresh, so that it shares no lock and no GPU with this on
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import threading
@@ -100,6 +99,7 @@ def _pool(path: str, source: bytes) -> ProcessPool:
             _progress[key] = context.RawValue("b", _NOT_STARTED)
             given = (os.getpid(), path, source, _progress[key])
             _pools[key] = ProcessPool(1, initializer=_begin, initargs=given, context=context)
+            process.at_end(close)
         return _pools[key]
 
 
@@ -114,7 +114,6 @@ def _begin(parent: int, path: str, source: bytes, progress: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends a call into C at once; a handler of Python's would wait for it
 
 
-@atexit.register
 def close() -> None:
     """End the processes; the next call starts new ones."""
     with _lock:

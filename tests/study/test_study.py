@@ -290,7 +290,7 @@ def test_a_refused_gate_moves_nothing_and_says_why(studied, client):
 def test_raw_text_prompts_trip_the_gate_instead_of_giving_a_number(store):
     """Study 000's own accident: a chat model asked without its chat template never stops."""
     from qrl import tasks, tiny
-    from qrl.evaluate import cells, scores
+    from qrl.evaluate import cells, health
     from qrl.recipe import Evaluate, Recipe
 
     asked = cells.ask(
@@ -300,7 +300,7 @@ def test_raw_text_prompts_trip_the_gate_instead_of_giving_a_number(store):
         "cpu",
         render=lambda tokenizer, question, template: tokenizer(question)["input_ids"],
     )
-    problems = scores.problems(scores.rates(asked.frame), Evaluate(), 64)
+    problems = health.problems(health.rates(asked.frame), Evaluate(), 64)
     assert any("chat template" in problem for problem in problems)
 
 

@@ -1,6 +1,7 @@
 """Task files of the user: the README's example, their errors in sentences, graders that fail or hang."""
 
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -21,6 +22,7 @@ from qrl.cli.ending import main
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe, Train
 from qrl.tasks import Question, Verdict, files, limits, own, prompt
+from qrl.tasks.math import pool
 from qrl.tracking import keys
 
 README = Path(qrl.__file__).parent / "tasks" / "own.md"
@@ -117,6 +119,27 @@ def grade(completion, answer):
     thread.start()
     thread.join(60)
     assert elsewhere[0].fault == "timeout"  # no signal arrives there
+
+
+def grade_elsewhere(task: str, completion: str, answer: str) -> None:
+    assert tasks.grade_many(task, [completion], [answer])[0].strict
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("kind", ["a file's", "math"])
+def test_a_process_that_has_graded_ends_by_itself(kind, method, tmp_path):
+    """`multiprocessing` joins a process's children before it ends: somebody has to end them, and no `atexit` will."""
+    task = written(tmp_path, LOAD + "def grade(completion, answer):\n    return True\n") if kind == "a file's" else kind
+    arguments = (task, r"\boxed{x^2+2x+1}", "(x+1)^2")
+    process = multiprocessing.get_context(method).Process(target=grade_elsewhere, args=arguments)
+    for grader in (pool, limits):  # as whoever forks does: their threads would not be copied
+        grader.close()
+    process.start()
+    process.join(60)
+    try:
+        assert process.exitcode == 0
+    finally:
+        process.kill()
 
 
 def test_a_grader_that_hangs_does_not_outlive_a_process_that_was_killed(tmp_path):

@@ -7,7 +7,6 @@ this process.
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import os
 import signal
@@ -152,10 +151,10 @@ def _pool() -> ProcessPool:
             with process.variables(PYTHONPATH=path, PYTHONSAFEPATH="1", PYTHONHASHSEED="0"):
                 pool.schedule(_in_worker, args=("grade", [], CPU_S))  # starts the server and the workers
             _pools[os.getpid()] = pool
+            process.at_end(close)
         return _pools[os.getpid()]
 
 
-@atexit.register
 def close() -> None:
     """End the workers; the next answer that needs one starts new ones."""
     with _lock:
