@@ -7,26 +7,28 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qrl.figures.canvas import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PURPLE, SKY, canvas, finish
+from qrl.figures.canvas import BLUE, FAINT, GREEN, GREY, INK, canvas, finish
 from qrl.plan.table import summary, widest
 
 if TYPE_CHECKING:
     from qrl.plan import Plan
 
-COLOURS = (BLUE, GREEN, ORANGE, PURPLE, SKY)
+COLOURS = (BLUE, GREEN)
+SIZES, STUDIES = 16, 200  # points of a curve, and simulated studies behind each
 
 
 def chances(plan: Plan, path: str | Path) -> None:
-    """Draw the probability to show the gain (dashed) and of the verdict (solid), a colour per number of runs."""
+    """Draw the probability to show the gain (dashed) and of the verdict (solid), for the fewest and the most runs."""
     figure, axes = canvas(7.4, 4.6)
-    rows = plan.rows if len(plan.rows) <= len(COLOURS) else (*plan.rows[:4], plan.rows[-1])
-    sizes = np.unique(np.geomspace(20, widest(plan.rows), 60).astype(int))
+    rows = plan.rows if len(plan.rows) == 1 else (plan.rows[0], plan.rows[-1])
+    sizes = np.unique(np.geomspace(20, widest(plan.rows), SIZES).astype(int))
     for row, colour in zip(rows, COLOURS, strict=False):
-        shown, decided = zip(*(plan.chances(int(n), row.seeds) for n in sizes), strict=True)
+        of_sizes = [plan.chances(int(n), row.seeds, studies=STUDIES) for n in sizes]
+        shown = [of_size.shown for of_size in of_sizes]
+        decided = [of_size.words[plan.verdict] for of_size in of_sizes]
         runs = f", {row.seeds} runs" if row.seeds > 1 else ""
         axes.plot(sizes, shown, color=colour, lw=1.6, ls=(0, (4, 2)), label=f"gain shown{runs}")
-        if plan.verdict:
-            axes.plot(sizes, decided, color=colour, lw=2.6, label=f"{plan.verdict}{runs}")
+        axes.plot(sizes, decided, color=colour, lw=2.6, label=f"{plan.verdict}{runs}")
     axes.axhline(plan.power, color=INK, lw=1)
     if plan.n is not None:
         axes.axvline(plan.n, color=GREY, lw=1.4)
