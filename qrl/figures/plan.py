@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qrl.figures.canvas import BLUE, FAINT, GREEN, GREY, INK, canvas, finish
-from qrl.plan.table import summary, widest
+from qrl.plan.table import enough, summary, widest
+from qrl.stats.estimate import signed
 
 if TYPE_CHECKING:
     from qrl.plan import Plan
@@ -18,9 +19,11 @@ SIZES, STUDIES = 16, 200  # points of a curve, and simulated studies behind each
 
 
 def chances(plan: Plan, path: str | Path) -> None:
-    """Draw the probability to show the gain (dashed) and of the verdict (solid), for the fewest and the most runs."""
+    """Draw the probability to show the gain (dashed) and of the verdict (solid), for the fewest runs and for enough."""
     figure, axes = canvas(7.4, 4.6)
-    rows = plan.rows if len(plan.rows) == 1 else (plan.rows[0], plan.rows[-1])
+    rows = [plan.rows[0]]
+    if len(plan.rows) > 1:
+        rows.append(enough(plan) or plan.rows[-1])
     sizes = np.unique(np.geomspace(20, widest(plan.rows), SIZES).astype(int))
     for row, colour in zip(rows, COLOURS, strict=False):
         of_sizes = [plan.chances(int(n), row.seeds, studies=STUDIES) for n in sizes]
@@ -40,8 +43,8 @@ def chances(plan: Plan, path: str | Path) -> None:
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     a = plan.assumed
     note = (
-        f"Assumed: base {a.base_accuracy:.2f}, gain {a.gain:.3f}, loss of gain {a.drop:.3f}, "
+        f"Assumed: base {a.base_accuracy:.2f}, gain {a.gain:.3f}, loss of gain {signed(a.drop).lstrip('+')}, "
         f"margin {a.expected_margin:.3f}, correlations {a.correlation:.2f} and {a.scheme_correlation:.2f}.\n"
-        f"Horizontal line: the wanted power, {plan.power:.2f}."
+        f"Horizontal line: the wanted power, {plan.power:.2f}. Each point is from {STUDIES} simulated studies."
     )
     finish(figure, summary(plan).replace("`", ""), note, path)

@@ -228,7 +228,8 @@ def of_pilot(base_fp: ArrayLike, trained_fp: ArrayLike, base_q: ArrayLike, train
         base_fp, trained_fp, base_q, trained_q: (n,) 0 or 1, or shares of a question's samples; the same questions in
             order.
     """
-    pilot = Patterns.of([base_fp, trained_fp, base_q, trained_q])
+    cells = [np.asarray(cell, dtype=float) for cell in (base_fp, trained_fp, base_q, trained_q)]
+    pilot = Patterns.of(np.stack(cells))
     rates = _rates(pilot)
     gain = float(rates[TRAINED] - rates[BASE])
     return {

@@ -34,7 +34,7 @@ def summary(plan: Plan) -> str:
         sizes = {f"a gain of {effect}": row.n_effect_gain, f"a change of the gain by {effect}": row.n_effect_survival}
         shows = ", ".join(f"n = {_n(n)} shows {what}" if n else f"no n shows {what}" for what, n in sizes.items())
         return f"{_runs(row)}: {shows}, {power}."
-    best = next((row for row in plan.rows if row.n_verdict), None)
+    best = enough(plan)
     if best is not None:
         shows = f"n = {_n(best.n_gain)} shows the gain" if best.n_gain else "no n shows the gain"
         found = f"{_runs(best)}: {shows}, n = {_n(best.n_verdict)} gives `{plan.verdict}`, {power}."
@@ -58,10 +58,15 @@ def _of_n(plan: Plan, row: Row, n: int) -> str:
     sentence += f", and give `{plan.verdict}` with a probability of {row.power_verdict:.2f} ({', '.join(others)})."
     if len(plan.rows) == 1:
         return sentence
-    enough = next((row for row in plan.rows if (row.power_verdict or 0) >= plan.power), None)
-    if enough is None:
+    best = enough(plan)
+    if best is None:
         return f"{sentence} None of these numbers of runs reaches {plan.power:.2f}."
-    return f"{sentence} {enough.seeds} runs are enough for the verdict."
+    return f"{sentence} {best.seeds} runs are enough for the verdict."
+
+
+def enough(plan: Plan) -> Row | None:
+    """Return the row with the fewest training runs that reach the verdict with the wanted power; None if none does."""
+    return next((row for row in plan.rows if row.n_verdict or (row.power_verdict or 0) >= plan.power), None)
 
 
 def _runs(row: Row) -> str:
@@ -100,7 +105,7 @@ def _assumed(plan: Plan) -> list[str]:
     a = plan.assumed
     kind = "a tenth of the gain as the study will estimate it (at least 0.01)" if a.margin is None else "fixed"
     lines = [
-        f"Assumed: base {a.base_accuracy:.3f}, gain {a.gain:+.3f}, loss of gain {a.drop:.3f}; "
+        f"Assumed: base {a.base_accuracy:.3f}, gain {a.gain:+.3f}, loss of gain {signed(a.drop).lstrip('+')}; "
         f"margin {a.expected_margin:.3f}, {kind}; power {plan.power:.2f}.",
         f"Correlation of a question's outcomes: {_correlation(a.correlation)} before and after training, "
         f"{_correlation(a.scheme_correlation)} at full precision and quantized.",
