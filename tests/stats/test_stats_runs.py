@@ -130,13 +130,14 @@ def test_clusters_that_runs_share_are_shared(rng):
 def test_satterthwaites_one_t_would_cover_less_than_it_says_for_two_runs():
     """Why `Runs.reach` adds in quadrature: here the runs' own variance is eleven times the shared one."""
     rng, covered = np.random.default_rng(0), {"ours": 0, "satterthwaite": 0}
+    pooled = stats.Estimate(0, 0, 0, 0, 10**6, 10**6)  # the questions alone allow any interval
     for _ in range(4000):
         values = rng.normal(scale=math.sqrt(11), size=2)
         mean, spread = values.mean() + rng.normal(), values.var(ddof=1)
-        runs = stats.Runs(("a", "b"), (), spread, 1.0, 1.0, 10**6)
+        runs = stats.Runs(("a", "b"), (), spread, 1.0, 1.0, pooled)
         variance = spread / 2 + 1
         df = variance**2 / (spread / 2) ** 2
-        covered["ours"] += abs(mean) <= runs.reach(0.025)
+        covered["ours"] += abs(mean) <= runs.reach(0.025, upwards=True)
         covered["satterthwaite"] += abs(mean) <= scipy.stats.t.ppf(0.975, df) * math.sqrt(variance)
     error = math.sqrt(0.95 * 0.05 / 4000)
     assert covered["satterthwaite"] / 4000 < 0.90
