@@ -46,7 +46,7 @@ class Study:
         one_way: the model of the answers: *one way*, or *copula*.
         question: share of the latent variance that all cells of a question have in common.
         variant: share that the two cells of a variant have in common: the larger, the fewer answers change.
-        few: so few answers change that intervals are exact ones, which cover more than they promise.
+        few: few answers change, or all in one direction, so that intervals cover more than they promise.
         clusters: sizes of the clusters; empty if questions are independent.
         alike: share of each latent variance that the questions of a cluster have in common.
         runs: training runs.
@@ -292,7 +292,7 @@ def _few_changes() -> list[Study]:
         Study("one way, gain 0.20, a tenth lost", tenth, 100, **one_way),
         Study("one way, gain 0.20, a tenth lost", tenth, 300, **one_way),
         Study("one way, gain 0.20, a tenth lost", tenth, 1000, **one_way),
-        Study("one way, gain 0.20, a tenth lost", tenth, 5000, one_way=True),
+        Study("one way, gain 0.20, a tenth lost", tenth, 5000, **one_way),
         Study("one way, gain 0.10, margin 0.02 lost", (0.60, 0.70, 0.60, 0.68), 300, 0.02, **one_way),
         Study("one way, gain 0.20, half lost", (0.60, 0.80, 0.60, 0.70), 100, **one_way),
         Study("one way, gain 0.04, half lost", (0.60, 0.64, 0.60, 0.62), 1000, **one_way),
@@ -317,11 +317,15 @@ def _at_the_edge() -> list[Study]:
 def _clustered() -> list[Study]:
     templates, unequal = (50,) * 20, (500, *(8,) * 60)
     tenth, half, none = (0.60, 0.80, 0.60, 0.78), (0.60, 0.80, 0.60, 0.70), (0.60, 0.80, 0.60, 0.80)
+    one_way = partial(Study, rates=tenth, n=1000, one_way=True)
+    unequally = "few clusters, which lose unequally"
     return [
         Study("20 clusters of 50, a tenth lost", tenth, 1000, clusters=templates),
         Study("20 clusters of 50, half lost", half, 1000, clusters=templates),
         Study("20 clusters of 50, none lost", none, 1000, clusters=templates),
-        Study("20 clusters of 50, one way, a tenth lost", tenth, 1000, one_way=True, clusters=templates),
+        one_way("10 clusters of 100, one way, a tenth lost", clusters=(100,) * 10, exception=unequally),
+        one_way("20 clusters of 50, one way, a tenth lost", clusters=templates, exception=unequally),
+        one_way("100 clusters of 10, one way, a tenth lost", clusters=(10,) * 100),
         Study("20 clusters of 50, one way, half lost", half, 1000, one_way=True, clusters=templates),
         Study("a cluster of 500, 60 of 8, a tenth lost", tenth, 980, clusters=unequal),
         Study("a cluster of 500, 60 of 8, half lost", half, 980, clusters=unequal),
@@ -337,7 +341,7 @@ def _several_runs() -> list[Study]:
     usual, far = (0.08, 0.06), (0.3, 0.2)
     found = [Study("half lost", half, 500, runs=runs, run_sd=usual) for runs in (2, 3, 5, 10)]
     found += [Study("a tenth lost", tenth, 500, runs=runs, run_sd=usual) for runs in (2, 3, 5, 10)]
-    found += [Study("one way, a tenth lost", tenth, 300, one_way=True, runs=runs) for runs in (2, 3, 5)]
+    found += [Study("one way, a tenth lost", tenth, 1000, one_way=True, runs=runs) for runs in (2, 3, 5)]
     return [
         *found,
         Study("half lost, each run has its own questions", half, 500, runs=3, own_questions=True, run_sd=usual),
@@ -345,6 +349,7 @@ def _several_runs() -> list[Study]:
         Study("a tenth lost, runs far apart", tenth, 500, runs=5, run_sd=far),
         Study("the same run entered again, a tenth lost", tenth, 500, runs=3, copies=True),
         Study("the same run entered again, one way, a tenth lost", tenth, 300, one_way=True, runs=3, copies=True),
+        Study("the same run entered again, one way, a tenth lost", tenth, 1000, one_way=True, runs=3, copies=True),
         Study("20 clusters of 25, half lost", half, 500, clusters=(25,) * 20, runs=3, run_sd=usual),
     ]
 
@@ -354,7 +359,7 @@ def _not_normal() -> list[Study]:
         Study,
         "one run in five keeps none of its gain",
         (0.60, 0.80, 0.60, 0.76),
-        500,
+        2000,
         question=0.2,
         variant=0.78,
         collapse=0.2,
