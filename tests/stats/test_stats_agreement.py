@@ -82,26 +82,29 @@ def test_holm(p_values):
 
 
 @slow_at_first
-@given(st.lists(st.tuples(outcome, outcome, st.integers(0, 5)), min_size=4, max_size=80))
-def test_clustered_stderr_is_that_of_least_squares_on_a_constant(rows):
-    a, b, clusters = np.array(rows).T
-    assume(len(set(clusters)) > 1 and np.ptp(a - b) > 0)
-    values, groups = (a - b).astype(float), len(set(clusters))
-    fit = sm.OLS(values, np.ones(len(values))).fit(
+@given(groups=st.integers(2, 8), size=st.integers(2, 10), data=st.data())
+def test_clustered_stderr_in_groups_of_equal_size_is_that_of_least_squares_on_a_constant(groups, size, data):
+    rows = data.draw(st.lists(st.tuples(outcome, outcome), min_size=groups * size, max_size=groups * size))
+    a, b = np.array(rows).T
+    clusters = np.repeat(np.arange(groups), size)
+    assume(np.ptp(a - b) > 0)
+    fit = sm.OLS((a - b).astype(float), np.ones(len(a))).fit(
         cov_type="cluster", cov_kwds={"groups": clusters, "df_correction": True}
     )
     assume(fit.bse[0] > 1e-9)  # clusters that all have the same mean: `test_stats.py` holds what is said then
+    # statsmodels' CR1 has G/(G − 1) · (n − 1)/(n − k) for k = 1 parameter, which is CR2 if groups are of equal size.
     found = stats.contrast([a, b], (1, -1), clusters)
     assert found.stderr == pytest.approx(fit.bse[0], **CLOSE)
     assert found.df == groups - 1
 
 
 @slow_at_first
-@given(st.lists(st.tuples(outcome, st.integers(0, 5)), min_size=4, max_size=80))
-def test_clustered_accuracy_too(rows):
-    correct, clusters = np.array(rows, dtype=float).T
-    assume(len(set(clusters)) > 1 and np.ptp(correct) > 0)
-    fit = sm.OLS(correct, np.ones(len(correct))).fit(cov_type="cluster", cov_kwds={"groups": clusters.astype(int)})
+@given(groups=st.integers(2, 8), size=st.integers(2, 10), data=st.data())
+def test_clustered_accuracy_too(groups, size, data):
+    correct = np.array(data.draw(st.lists(outcome, min_size=groups * size, max_size=groups * size)), dtype=float)
+    clusters = np.repeat(np.arange(groups), size)
+    assume(np.ptp(correct) > 0)
+    fit = sm.OLS(correct, np.ones(len(correct))).fit(cov_type="cluster", cov_kwds={"groups": clusters})
     assert stats.rate(correct, clusters).stderr == pytest.approx(fit.bse[0], **CLOSE)
 
 
