@@ -52,8 +52,7 @@ def check(
     report.warn(unheeded + evaluate.unheeded(recipe.evaluate) + _unstored(recipe, beside))
     device, name = auto.device_of(recipe.device), overrides.get("recipe", recipes.DEFAULT)
     if device == "cpu" and recipes.needs_gpu(name):
-        smaller = recipes.default({"model": recipe.model, "task": recipe.task}, device=device)
-        fitting = f"use a machine with one, or recipe={smaller}"
+        fitting = f"use a machine with one, or recipe={_smaller(name, recipe)}"
         insist([f"Recipe {name} is sized for a GPU, but this study would run on a CPU: {fitting}."], yes=yes)
     packed = recipe.evaluate.engine == "vllm" and not recipe.evaluate.unpacked
     if packed and (few := set(FEW_BITS) & {*recipe.quantize.schemes, *beside}):
@@ -79,6 +78,14 @@ def check(
         inputs.trained(recipe)
         inputs.all_heldout(recipe)
     return device, base.digest
+
+
+def _smaller(name: str, recipe: Recipe) -> str:
+    """Return the recipe for a CPU: a file's own, NAME-cpu.yaml beside NAME.yaml, or a named one."""
+    beside = Path(name).with_name(f"{Path(name).stem}-cpu{Path(name).suffix}")
+    if Path(name).is_file() and beside.is_file():
+        return str(beside)
+    return recipes.default({"model": recipe.model, "task": recipe.task}, device="cpu")
 
 
 def _unstored(recipe: Recipe, beside: Sequence[str]) -> list[str]:
