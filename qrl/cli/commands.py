@@ -27,7 +27,7 @@ ROWS += "VARIANT:SCHEME=FILE,… for a file per cell."
 LOGS = "Logs of lm-evaluation-harness (samples_*.jsonl) or inspect_ai (.eval, .json): a file, or a folder with one."
 SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
 YES = option("--yes", **SWITCH, help="Start even if the check of machine, memory or the base's trial fails.")
-FAILING = ("lost", "inconclusive")  # verdicts of --fail-on
+FAILING = ("lost", "reduced", "inconclusive")  # verdicts of --fail-on
 ABOUT = {  # option of `compare` → the inputs that it is about
     "columns": ("--questions",),
     "where": ("--questions",),
@@ -226,7 +226,11 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 @option("--cells", metavar="RUN,…", help="Evaluation runs of cells, under one training seed or several.")
 @option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")
 @option("--methods", **SWITCH, hidden=True)
-@option("--fail-on", metavar="VERDICT,…", help="End with exit code 3 if a scheme has this verdict: lost, inconclusive.")
+@option(
+    "--fail-on",
+    metavar="VERDICT,…",
+    help="End with exit code 3 if a scheme has this verdict: lost, reduced, inconclusive.",
+)
 @option("--out", metavar="DIR", help="Write files there, without MLflow; required unless --cells is given.")
 def compare_command(
     settings, rank: bool | None, methods: bool | None, out: str | None, fail_on: str | None, **inputs: str | None

@@ -33,7 +33,7 @@ def compare(
         columns: our name of a column → its name in the data, such as {"correct": "exact_match"}.
         where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
         reference: the data's name for full precision, such as "bf16"; None if it is "full".
-        margin: loss of gain, in accuracy, that still counts as survival; None for half the gain, at least 0.02.
+        margin: loss of gain, in accuracy, that still counts as survival; None for a tenth of it, at least 0.01.
 
     Returns:
         Comparison, which shows itself as tables and verdicts; `row(scheme)` has the numbers.

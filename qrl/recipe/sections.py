@@ -119,7 +119,7 @@ class Compare(Section):
     """What counts as survival of the gain."""
 
     margin: float | None = option(
-        None, "loss of gain that still counts as survival; default: half the gain, at least 0.02", gt=0, lt=1
+        None, "loss of gain that still counts as survival; default: a tenth of the gain, at least 0.01", gt=0, lt=1
     )
 
 
@@ -128,6 +128,9 @@ class Promote(Section):
 
     min_gain: float = option(0.0, "least gain, as of grpo over base: its lower 95 % bound must be above", ge=-1, lt=1)
     max_loss: float = option(0.05, "largest loss, as of awq to grpo: lower 95 % bound above minus this", gt=0, le=1)
+    min_gain_kept: float | None = option(
+        None, "least share of the gain that a quantized stage keeps, by its lower 95 % bound; 0.8: 80 %", gt=0, le=1
+    )
     max_length_growth: float | None = option(
         None, "largest growth of tokens per answer against the stage before, by its upper 95 % bound; 0.2: 20 %", ge=0
     )
