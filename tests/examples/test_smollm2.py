@@ -88,7 +88,6 @@ def test_a_recipe_names_files_that_exist_and_cells_that_it_makes(name):
     assert prompt.messages("What is 1 + 2?", settings.prompt)[-1]["content"].startswith("What is 1 + 2? Answer")
     made = {"full", *settings.quantize.schemes}
     assert {stage.scheme for stage in settings.promote.declared} <= made
-    assert 576 % settings.quantize.group_size == 1536 % settings.quantize.group_size == 0
 
 
 def test_the_smaller_recipe_needs_no_gpu_and_is_smaller():
