@@ -73,6 +73,14 @@ def test_the_last_number_counts(completion, answer, parsed, strict, flexible):
     assert (verdict.parsed, verdict.strict, verdict.flexible) == (parsed, strict, flexible)
 
 
+@pytest.mark.parametrize(
+    ("completion", "share"),
+    [("101", 1), ("65 + 36 = 101", 1), ("91", 1 / 3), ("102", 2 / 3), ("1", 1 / 3), ("1010", 0), ("sixty", 0), ("", 0)],
+)
+def test_the_reward_is_the_share_of_digits_in_their_places(completion, share):
+    assert sums.digits([completion, "101"], ["101", "101"]) == pytest.approx([share, 1])
+
+
 def test_the_task_file_passes_the_checks_of_a_users_own():
     questions = tasks.load(TASK, "heldout", 20, 0)
     verdicts = tasks.grade_many(TASK, [question.solution for question in questions], [q.answer for q in questions])

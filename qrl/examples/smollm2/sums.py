@@ -1,4 +1,4 @@
-"""A task of one's own: sums, differences and products of small whole numbers."""
+"""A task of one's own: sums, differences and products of small whole numbers; its grader, and a reward."""
 
 import random
 import re
@@ -51,6 +51,27 @@ def asked(a: int, sign: str, b: int) -> Question:
 
 def grade(completion: str, answer: str) -> Verdict:
     """Return the verdict: the last number counts, so that `12 + 30 = 42` is right; flexible: any number counts."""
-    numbers = [number.replace(",", "") for number in NUMBER.findall(completion)]
+    numbers = numbers_in(completion)
     last = numbers[-1] if numbers else None
     return Verdict(parsed=last, strict=last == answer, flexible=answer in numbers)
+
+
+def digits(completions: list[str], answers: list[str]) -> list[float]:
+    """Reward each completion with the share of the answer's digits that its last number has in the same place.
+
+    Few completions are right at first, so most groups of eight have none to learn from; some digits are right in all.
+    """
+    return [share_of_digits(completion, answer) for completion, answer in zip(completions, answers, strict=True)]
+
+
+def share_of_digits(completion: str, answer: str) -> float:
+    numbers = numbers_in(completion)
+    if not numbers or len(numbers[-1]) > len(answer):
+        return 0.0
+    last = numbers[-1].rjust(len(answer))
+    return sum(given == right for given, right in zip(last, answer, strict=True)) / len(answer)
+
+
+def numbers_in(completion: str) -> list[str]:
+    """Return the numbers of a text, without commas between their digits."""
+    return [number.replace(",", "") for number in NUMBER.findall(completion)]
