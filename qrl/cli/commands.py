@@ -18,6 +18,7 @@ from qrl.errors import BadInput
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 DATA = ("model", "task", "data", "seed", "device")  # fields that `--help` shows first
 STUDY = (*DATA, "train.steps", "train.method", "quantize.schemes", "evaluate.n")
+TRAIN_READS = ("train", "rollout", "watch", "quantize.group_size")  # the last: groups of train.qat
 TRAIN = (*DATA, "train.steps", "train.method", "train.learning_rate", "train.qat", "rollout.engine")
 QUANTIZE = (*DATA, "quantize.group_size", "quantize.bits", "quantize.calibration", "quantize.calibration_samples")
 EVALUATE = (*DATA, "evaluate.n", "evaluate.max_new_tokens", "evaluate.samples", "evaluate.engine")
@@ -124,7 +125,7 @@ def sweep_command(typed: Typed, settings, models, arms, seeds: str, register, ye
     sweep.study(first, others, numbers, overrides, models=by_name, register=bool(register), yes=bool(yes))
 
 
-@cli.command("train", cls=RecipeCommand, sections=("train", "rollout", "watch"), first=TRAIN, checkout=True)
+@cli.command("train", cls=RecipeCommand, sections=TRAIN_READS, first=TRAIN, checkout=True)
 @click.pass_obj
 def train_command(typed: Typed, settings) -> None:
     """Train with GRPO, or distil from a teacher.

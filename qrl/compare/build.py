@@ -11,7 +11,7 @@ from qrl.compare.comparison import Comparison
 from qrl.compare.evidence import Cell, Counts
 from qrl.compare.outcomes import Answered
 from qrl.compare.read import read_questions
-from qrl.compare.validate import check_grid, engine, full_with_dtype
+from qrl.compare.validate import check_grid, engine, full_with_dtype, unusual_groups
 from qrl.errors import BadInput
 
 _MOST = 10**15  # questions of counts: beyond, floats leave out whole numbers
@@ -62,7 +62,8 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Compa
             or base or full is missing.
     """
     answered = Answered(frame)
-    return Comparison(answered.outcomes, margin, engine(frame), full_with_dtype(frame), answered)
+    full, sizes = full_with_dtype(frame), unusual_groups(frame)
+    return Comparison(answered.outcomes, margin, engine(frame), full, answered, sizes)
 
 
 def from_counts(counts: Mapping[str, Any], *, margin: float | None = None, reference: str | None = None) -> Comparison:

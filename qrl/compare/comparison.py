@@ -1,6 +1,6 @@
 """A comparison: every cell's accuracy, and the gains, losses and verdicts that follow from them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -99,6 +99,7 @@ class Comparison:
         engine: the engine and version that answered every cell; empty if unknown.
         full: how tables show the scheme `full`, with the dtype it was computed in if that is known: `full (bf16)`.
         answered: the table of answers that the outcomes were read from; None if only counts are known.
+        groups: scheme → how many inputs share a scale, where that is not the usual number.
     """
 
     evidence: Questions | Counts = field(repr=False)
@@ -106,6 +107,7 @@ class Comparison:
     engine: str = ""
     full: str = FULL
     answered: Answered | None = field(default=None, repr=False, compare=False)
+    groups: Mapping[str, int] = field(default_factory=dict)
 
     table_json, metrics = record.as_json, record.as_metrics
     markdown, sentence = table.as_markdown, table.as_sentence
@@ -220,8 +222,8 @@ class Comparison:
         return self.evidence.contrast({a: 1, b: -1})
 
     def shown(self, scheme: str) -> str:
-        """Return the scheme as tables and figures show it."""
-        return self.full if scheme == FULL else scheme
+        """Return the scheme as tables and figures show it: `full (bf16)`, `awq (groups of 64)`."""
+        return self.full if scheme == FULL else names.with_groups(scheme, self.groups.get(scheme))
 
     def _row(self, variant: str, scheme: str) -> Row:
         base, trained = (BASE, scheme), (variant, scheme)

@@ -6,7 +6,7 @@ random effect. If grpo and base were evaluated under a method's own scheme too, 
 is QAT better than PTQ, and did the training learn anything?
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -21,7 +21,7 @@ from qrl.compare.evidence import Cell
 from qrl.compare.outcomes import Answered
 from qrl.compare.record import numbers, of_answers, with_ends
 from qrl.compare.table import answers_table
-from qrl.compare.validate import cells_of, check_columns, full_with_dtype
+from qrl.compare.validate import cells_of, check_columns, full_with_dtype, unusual_groups
 from qrl.errors import BadInput
 from qrl.files.tables import TEXTS
 from qrl.stats import LEVEL, Estimate, holm_by_key
@@ -72,6 +72,7 @@ class Methods:
         damages: what quantization costs each variant whose schemes grpo has too; empty if none has.
         full: how tables show the scheme `full`, with its dtype if known.
         answered: the table of answers that they were read from.
+        groups: scheme → how many inputs share a scale, where that is not the usual number.
     """
 
     rows: tuple[Method, ...]
@@ -82,6 +83,7 @@ class Methods:
     damages: tuple[damage.Damage, ...] = ()
     full: str = names.FULL
     answered: Answered | None = field(default=None, repr=False, compare=False)
+    groups: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def best(self) -> Method | None:
@@ -90,7 +92,8 @@ class Methods:
 
     def shown(self, cell: Cell) -> str:
         """Return a cell's name as tables and figures show it."""
-        return names.cell_name(cell[0], self.full if cell[1] == names.FULL else cell[1])
+        scheme = names.with_groups(cell[1], self.groups.get(cell[1]))
+        return names.cell_name(cell[0], self.full if cell[1] == names.FULL else scheme)
 
     @property
     def references(self) -> answers.References:
@@ -157,7 +160,8 @@ def measure(frame: pd.DataFrame) -> Methods:
     trained = holm_by_key({row.cell: row.over_grpo.p_two_sided for row in rows if row.over_grpo})
     behind = {cell: pairs[small[0], cell] for cell in small[1:]}
     damages, runs = damage.measure(cells, evidence.contrast), len(evidence.runs)
-    return Methods(tuple(rows), evidence.n, runs, behind, trained, damages, full_with_dtype(frame), answered)
+    full, sizes = full_with_dtype(frame), unusual_groups(frame)
+    return Methods(tuple(rows), evidence.n, runs, behind, trained, damages, full, answered, sizes)
 
 
 def _reference(cell: Cell, cells: Iterable[Cell]) -> Cell | None:

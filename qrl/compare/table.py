@@ -93,7 +93,7 @@ def _losses(comparison: Comparison) -> list[str]:
     body = []
     for scheme in comparison.schemes[1:]:
         losses = {name: loss for row in comparison.rows if row.scheme == scheme for name, loss in row.losses.items()}
-        body.append((scheme, *(interval(losses[variant]) for variant in comparison.variants)))
+        body.append((comparison.shown(scheme), *(interval(losses[variant]) for variant in comparison.variants)))
     head = (f"scheme − {comparison.full}", *comparison.variants)
     return [f"## What quantization costs (n = {comparison.n})", "", *table(head, body), ""] if body else []
 

@@ -14,12 +14,14 @@ import pandas as pd
 
 from qrl import names
 from qrl.errors import BadInput
+from qrl.formats import groups
 from qrl.names import BASE, FULL, cell_name
 
 COLUMNS = ("variant", "scheme", "question", "correct")
 LABEL = re.compile(r"(?=.{1,200}\Z)[\w.+-]+( [\w.+-]+)*")  # labels appear in metric names and tables
 OUTCOMES = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 OPTIONAL = ("seed", "cluster", "sample", names.ENGINE, names.DTYPE, names.SETTINGS, names.PROMPT_HASH)
+OPTIONAL += (names.GROUP_SIZE,)
 LABEL_RULE = "expected letters, digits, spaces and . _ + -, 200 at most"
 ENOUGH = "expected at least 2, and hundreds for a verdict"
 _NESTED = (list, dict, set, tuple, np.ndarray)
@@ -217,6 +219,16 @@ def full_with_dtype(frame: pd.DataFrame) -> str:
     """Return how tables show the scheme `full`: `full (fp32)` if all its rows name that one dtype, else `full`."""
     dtypes = frame.loc[frame["scheme"] == FULL, names.DTYPE].unique() if names.DTYPE in frame else ()
     return names.shown(FULL, dtypes)
+
+
+def unusual_groups(frame: pd.DataFrame) -> dict[str, int]:
+    """Return scheme → how many inputs share a scale, where the rows name one size, and not the usual one."""
+    if names.GROUP_SIZE not in frame:
+        return {}
+    sizes = pd.DataFrame({"scheme": frame["scheme"], "size": pd.to_numeric(frame[names.GROUP_SIZE], errors="coerce")})
+    by_scheme = sizes.dropna().drop_duplicates().astype({"scheme": str}).groupby("scheme")["size"]
+    found = {str(scheme): [int(size) for size in of_scheme] for scheme, of_scheme in by_scheme}
+    return {scheme: size for scheme, (size, *others) in found.items() if size != groups.USUAL and not others}
 
 
 def quoted(words: Iterable[str]) -> str:

@@ -43,7 +43,8 @@ def matrix(comparison: Comparison, path: str | Path) -> None:
         style |= {"textcoords": "offset points", "color": colour, "size": 9, "bbox": LABEL}
         for px, cell in zip(x, cells, strict=True):
             axes.annotate(f"{cell.estimate:.3f}", (px, cell.estimate if pair else cell.high), **style)
-    axes.set_xticks(range(len(schemes)), [comparison.shown(scheme) for scheme in schemes], size=12)
+    ticks = [comparison.shown(scheme).replace(" (groups", "\n(groups") for scheme in schemes]
+    axes.set_xticks(range(len(schemes)), ticks, size=12)
     axes.set_xlim(-0.6, len(schemes) - 0.4)
     axes.margins(y=0.12)
     axes.set_ylabel("accuracy")
@@ -82,7 +83,8 @@ def survival(comparison: Comparison, path: str | Path) -> None:
         axes.plot([-verdict.margin] * 2, [y - 0.5, y + 0.5], color=RED, lw=1.4, ls=(0, (4, 2)))
         _forest_row(axes, y, verdict, value)
     several = len(comparison.variants) > 2
-    labels = [f"{row.variant} · {row.scheme}" if several else row.scheme for row, _, _ in rows]
+    shown = [(row.variant, comparison.shown(row.scheme)) for row, _, _ in rows]
+    labels = [f"{variant} · {scheme}" if several else scheme for variant, scheme in shown]
     axes.axvline(0, color=INK, lw=1)
     axes.set_xlim(-reach, reach)
     axes.set_ylim(len(rows) - 0.5, -0.5)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint, names
 from qrl.engine import pretrained
 from qrl.errors import BadInput
+from qrl.formats import groups
 from qrl.formats.fakequant import linears
 from qrl.quantize import settings as choices
 from qrl.quantize import staging
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-GROUP_SIZES = (128, 64, 32)  # of quantize.group_size
 HEAD = "lm_head"  # stays in full precision under every scheme
 # Decoders with the modules that SpinQuant rotates and no others: elsewhere it would miss some and spoil the model.
 ROTATABLE = ("llama", "mistral", "qwen2", "qwen3")
@@ -31,10 +30,11 @@ def check_fit(source: Path, settings: Settings) -> None:
         BadInput: the model is a mixture of experts or a state-space model, a matrix is not in a linear and would stay
             in full precision, groups do not divide a layer, or SpinQuant cannot rotate it; the sentence names it.
     """
+    settings = settings.sized(source)
     config, is_awq = checkpoint.config(source), settings.scheme == names.AWQ
     model = pretrained.skeleton(staging.rewrite(config) if is_awq else config)  # awq's transformers is older
     if settings.scheme in names.ROUNDED:
-        linears.check_fit(model, settings.rounding)
+        linears.check_fit(model, settings.rounding, settings.group_size or groups.USUAL)
         return
     linears.check_architecture(model, transposed=settings.scheme in names.BITSANDBYTES)
     if settings.scheme == names.SPINQUANT:
@@ -68,9 +68,12 @@ def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1, fixe
     for name, linear in named:
         if linear.in_features % group_size:
             unfit = f"Layer {name} has {linear.in_features} inputs, which groups of {group_size} do not divide"
-            common = math.gcd(*(other.in_features for _, other in named))
-            fitting = next((size for size in GROUP_SIZES if common % size == 0 and not fixed), None)
-            advice = f"set quantize.group_size to {fitting}, which divides all, or choose" if fitting else "choose"
+            fitting = None if fixed else groups.fitting(other.in_features for _, other in named)
+            advice = (
+                f"set quantize.group_size to {fitting}, which divides all, or to auto, or choose"
+                if fitting
+                else "choose"
+            )
             raise BadInput(f"{unfit}: {advice} a scheme with a scale per row, such as fp8 or w8a8.")
         if linear.out_features % outputs:
             unfit = f"Layer {name} has {linear.out_features} outputs"

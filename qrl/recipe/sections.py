@@ -32,9 +32,10 @@ class Quantize(Section):
     schemes: Annotated[tuple[Scheme, ...], once("scheme", at_least_one=True), NO_KEY] = option(
         ("nf4", "awq"), "schemes of the study, comma-separated"
     )
-    group_size: Literal[32, 64, 128] = option(
-        128,
-        "input channels per scale, for awq*, gptq*, w8a16, autoround and spinquant; other formats have a fixed size",
+    group_size: Literal["auto", 32, 64, 128] = option(
+        "auto",
+        "input channels per scale, for awq*, gptq*, w8a16, autoround, spinquant, rtn-int4/3/2 and train.qat=int4/3/2; "
+        "auto: the largest that divides every layer's inputs; other formats have a fixed size",
     )
     bits: Literal[4, 8] = option(4, "bits per weight for awq-ct and gptq; other schemes have them in their names")
     symmetric: bool | None = option(

@@ -5,8 +5,10 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
+import pandas as pd
 from tqdm import tqdm
 
 from qrl import checkpoint, names, tasks
@@ -15,6 +17,7 @@ from qrl.engine import hf, memory
 from qrl.errors import UnhealthyCell
 from qrl.evaluate import cells as room
 from qrl.evaluate import check_gpus, check_kv, groups, scores
+from qrl.formats import groups as groups_of_codes
 from qrl.recipe import Recipe
 from qrl.steps import answers, inputs, outcome, record
 from qrl.tasks import prompt
@@ -142,7 +145,9 @@ def _evaluate_cell(cell: Evaluation, ask: answers.Ask) -> str:
         if simulated.startswith("activations not rounded"):
             contents.tag(f"{names.TAG_WATCH}activations", simulated)
             tqdm.write(click.style(f"qrl: {cell.name}: {simulated}", fg="yellow"), file=sys.stderr)
-        _log_rows(asked, recipe, stored_by, work, recipe.seed if training_seed is None else training_seed)
+        seed = recipe.seed if training_seed is None else training_seed
+        group_size = groups_of_codes.stored(checkpoint.config(cell.weights.path).get("quantization_config"))
+        _log_rows(asked, recipe, {names.SETTINGS: stored_by, names.GROUP_SIZE: group_size}, work, seed)
         if problems := scores.problems(metrics, settings, len(asked.frame)):
             bar.close()
             problems.insert(0, f"Cell {cell.name} is unhealthy, so its accuracy does not count:")
@@ -190,9 +195,18 @@ def _sampled(metrics: dict[str, float], samples: int) -> str:
     return f" × {samples} samples, pass@{samples} {metrics[key]:.3f} ± {metrics[f'{key}_stderr']:.3f}"
 
 
-def _log_rows(asked: room.Asked, recipe: Recipe, stored_by: str, work: Path, seed: int) -> None:
-    """Log the rows under the seed of the training that made the weights, and the seed of the questions beside it."""
-    origin = {names.ENGINE: asked.receipt["engine"], names.SETTINGS: stored_by}
+def _log_rows(asked: room.Asked, recipe: Recipe, stored: dict[str, Any], work: Path, seed: int) -> None:
+    """Log the rows under the seed of the training that made the weights, and the seed of the questions beside it.
+
+    Args:
+        asked: a cell's answers.
+        recipe: of the evaluation.
+        stored: how the weights are stored: the digest of the settings, and the size of groups, or None.
+        work: folder for the files.
+        seed: of the training.
+    """
+    origin = {names.ENGINE: asked.receipt["engine"], names.SETTINGS: stored[names.SETTINGS]}
+    origin[names.GROUP_SIZE] = pd.array([stored[names.GROUP_SIZE]] * len(asked.frame), dtype="Int64")
     origin[names.PROMPT_HASH] = prompt.template_hash(prompt.of(recipe))
     asked.frame.assign(seed=seed, question_seed=recipe.seed, **origin).to_parquet(work / names.QUESTIONS)
     if by_group := groups.markdown(asked.frame):

@@ -14,6 +14,7 @@ from qrl import quantize as quantization
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
+from qrl.formats import groups
 from qrl.quantize import calibration, error
 from qrl.quantize import settings as choices
 from qrl.quantize.settings import Settings
@@ -76,10 +77,11 @@ def quantize(recipe: Recipe, schemes: tuple[str, ...], models: str | None) -> No
 
 def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, work: Path) -> str:
     """Quantize one checkpoint in a nested run with its own cache key, and return the address of the result."""
-    recipe, settings, scheme = texts.recipe, texts.settings, texts.settings.scheme
+    recipe, settings, scheme = texts.recipe, texts.settings.sized(source.path), texts.settings.scheme
+    size = groups.of(source.path, recipe.quantize.group_size)
     tags = {
         names.TAG_STEP: "quantize",
-        names.TAG_CACHE_KEY: keys.quantized(recipe, scheme, source.digest, texts.device),
+        names.TAG_CACHE_KEY: keys.quantized(recipe, scheme, source.digest, texts.device, group_size=size),
         names.TAG_VARIANT: variant,
         names.TAG_SCHEME: scheme,
         names.TAG_PARENT_DIGEST: source.digest,
@@ -87,10 +89,12 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
     name = names.cell_name(variant, scheme)
     params = {"variant": variant, "scheme": scheme, "task": tasks.label(recipe.task)}
     with runs.child(name, params=params, tags=tags):
-        result = _with_bars(texts, name, source.path, work / variant)
+        result = _with_bars(texts, settings, name, source.path, work / variant)
         calibrated_on = {"calibration_digest": result.calibration_digest} if result.calibration_digest else {}
         facts = {"bytes": result.bytes, "bits_per_weight": round(result.bits_per_weight, 3), **calibrated_on}
         facts[names.SETTINGS] = settings.digest(texts.questions_digest)
+        if settings.group_size is not None:
+            facts[names.GROUP_SIZE] = settings.group_size
         uri, digest = record.own(recipe, result.path, variant, scheme, parent=source.digest, **facts)
         contents.log_params({f"settings.{key}": value for key, value in asdict(settings).items()} | facts)
         costs = ("bytes", "bits_per_weight", "bits_per_parameter", "seconds")
@@ -105,7 +109,7 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
         return uri
 
 
-def _with_bars(texts: Texts, name: str, source: Path, out: Path) -> quantization.Quantized:
+def _with_bars(texts: Texts, settings: Settings, name: str, source: Path, out: Path) -> quantization.Quantized:
     """Quantize a checkpoint folder while bars show the stage and the texts read."""
     with tqdm(total=len(STAGES), desc=name, unit="stage", leave=False) as bar:
         bar.set_postfix_str(STAGES[0])
@@ -119,7 +123,7 @@ def _with_bars(texts: Texts, name: str, source: Path, out: Path) -> quantization
 
             given = {"calibration": calibration_texts, "probe": probe, "device": texts.device}
             callbacks = {"stage": begin, "progress": tokenized.update}
-            return quantization.run(texts.settings.scheme, source, out, settings=texts.settings, **given, **callbacks)
+            return quantization.run(settings.scheme, source, out, settings=settings, **given, **callbacks)
 
 
 class Texts:

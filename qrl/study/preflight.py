@@ -48,7 +48,7 @@ def check(
     tasks.check(recipe.task)
     prompt.check(recipe.task, recipe.prompt)
     evaluate.kv_schemes(recipe)
-    unheeded = choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides, beside)
+    unheeded = choices.unheeded(recipe.quantize, recipe.quantize.schemes, overrides, beside, recipe.train.qat)
     report.warn(unheeded + evaluate.unheeded(recipe.evaluate) + _unstored(recipe, beside))
     device, name = auto.device_of(recipe.device), overrides.get("recipe", recipes.DEFAULT)
     if device == "cpu" and recipes.needs_gpu(name):

@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from qrl import names, process
+from qrl.formats import groups
 from qrl.quantize import settings as choices
 from qrl.recipe import Recipe
 from qrl.tasks import own, rows
@@ -36,16 +37,28 @@ def pins() -> dict[str, str]:
     return {package: release for package, *releases in pinned for release in releases}
 
 
-def trained(recipe: Recipe, base: str, device: str, *, teacher: str | None = None, processes: int = 1) -> str:
+def trained(
+    recipe: Recipe,
+    base: str,
+    device: str,
+    *,
+    teacher: str | None = None,
+    processes: int = 1,
+    group_size: int = groups.USUAL,
+) -> str:
     """Return the key of a training that starts from the checkpoint with digest `base`.
 
     Args:
         teacher: digest of the checkpoint that `train.teacher` names: its address may come to hold another model.
         processes: number of processes that train together; how they share a batch changes the result.
+        group_size: of the base, as `groups.of` returns it. Only formats of train.qat that have groups depend on it, and
+            the keys of earlier results, in groups of 128, stay.
     """
     inputs = {"base": base} | ({"teacher": teacher} if teacher else {})
     if recipe.train.qat_calibration != choices.TASK:
         inputs["qat_calibration"] = process.file_digest(recipe.train.qat_calibration)
+    if recipe.train.qat in names.GROUPED_FORMATS and group_size != groups.USUAL:
+        inputs["group_size"] = str(group_size)
     if recipe.train.qat.endswith(".yaml"):
         inputs["qat"] = process.file_digest(recipe.train.qat)
     environment = VLLM[device] if recipe.rollout.engine == "vllm" else CORE
@@ -55,9 +68,13 @@ def trained(recipe: Recipe, base: str, device: str, *, teacher: str | None = Non
     return _key("train", recipe, ("train", "rollout", "watch"), inputs, where, environment)
 
 
-def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
-    """Return the key of the checkpoint with digest `model` under a scheme, with the settings that apply to it."""
-    settings = choices.of(scheme, recipe.quantize, recipe.seed)
+def quantized(recipe: Recipe, scheme: str, model: str, device: str, *, group_size: int = groups.USUAL) -> str:
+    """Return the key of the checkpoint with digest `model` under a scheme, with the settings that apply to it.
+
+    `group_size` is the model's, as `groups.of` returns it: a size that is left to the model and the same one, chosen,
+    have one key.
+    """
+    settings = choices.of(scheme, recipe.quantize, recipe.seed).with_groups(group_size)
     texts = settings.calibration
     if texts not in (None, choices.TASK, choices.ROLLOUTS):
         texts = process.file_digest(texts)

@@ -363,3 +363,14 @@ def test_margins_and_cells_out_of_range(comparison):
         compare.from_counts(SEED_000, margin=1.5)
     with pytest.raises(BadInput, match="There is no cell grpo · fp8"):
         comparison.difference(("grpo", "fp8"), ("grpo", "full"))
+
+
+def test_groups_of_another_size_are_shown_with_their_scheme(frame):
+    sizes = frame["scheme"].map({"awq": 64, "nf4": 128})
+    shown = compare.from_questions(frame.assign(group_size=sizes))
+    assert [shown.shown(scheme) for scheme in shown.schemes] == ["full", "nf4", "awq (groups of 64)"]
+    assert "| awq (groups of 64) |" in shown.markdown() and "nf4 (groups" not in shown.markdown()
+    assert shown.table_json()["awq"]["label"] == "awq (groups of 64)"
+    other = compare.from_questions(frame.assign(group_size=sizes.where(frame["question"] != "q0", 32)))
+    assert other.shown("awq") == "awq"  # of two sizes none is named
+    assert compare.from_questions(frame).shown("awq") == "awq"

@@ -238,3 +238,22 @@ def test_sources_are_found_through_late_imports_and_modules_named_in_strings():
     found = {file.relative_to(PACKAGE).as_posix() for file in sources.files("evaluate")}
     assert {"names.py", "evaluate/cells.py", "engine/vllm.py", "tasks/math/worker.py"} <= found
     assert not any(name.startswith(("train/", "tracking/", "cli", "figures")) or name.endswith(".md") for name in found)
+
+
+def test_a_group_size_that_the_model_decides_counts_as_the_same_one_that_is_chosen():
+    def key(scheme, size="auto", **resolved):
+        given = recipe.load("tiny", {"quantize.group_size": str(size)})
+        return keys.quantized(given, scheme, "digest", "cpu", **resolved)
+
+    for scheme in ("awq", "gptq", "rtn-int4"):
+        assert key(scheme) == key(scheme, group_size=128) == key(scheme, 128) == key(scheme, 128, group_size=64)
+        assert key(scheme, group_size=64) == key(scheme, 64) != key(scheme)
+    assert key("nf4", group_size=64) == key("nf4", 32) == key("nf4")
+
+
+def test_a_group_size_counts_in_a_training_whose_format_has_groups():
+    def key(qat, **resolved):
+        return keys.trained(recipe.load("tiny", {"train.qat": qat}), "base", "cpu", **resolved)
+
+    assert key("int4", group_size=128) == key("int4") != key("int4", group_size=64) != key("int4", group_size=32)
+    assert key("int8", group_size=64) == key("int8") and key("none", group_size=64) == key("none")
