@@ -1,0 +1,101 @@
+"""Commands of qrl below one folder and with one store: each is run once, a few of a kind at a time."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from filelock import FileLock
+
+ROOT = Path(__file__).parents[4]
+THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}  # of a command: many run side by side
+RESULT = re.compile(r"^(?:Model|Adapter|Models) +(.*)$", re.MULTILINE)  # what steps/outcome.py prints at a step's end
+
+
+class Commands:
+    """Commands with one store, each known by a name; one that ended well is not run again.
+
+    Attributes:
+        folder: holds the store, `logs` and what commands write.
+        store: address of the store.
+        failed: names of the commands that failed in this call.
+        left: names of those that were not begun, because the time was up.
+    """
+
+    def __init__(
+        self, folder: Path, limits: Mapping[str, int], *, quantize_path: str = "", stop_after_s: float | None = None
+    ) -> None:
+        """Prepare a folder.
+
+        Args:
+            folder: made if it is missing.
+            limits: step → how many of its commands run at a time; other steps are not limited.
+            quantize_path: put before PYTHONPATH for `quantize` alone, whose libraries vLLM's environment cannot hold.
+            stop_after_s: seconds after which no command is begun; None: no limit.
+        """
+        self.folder = folder.resolve()
+        self.store = f"sqlite:///{self.folder}/store.db"
+        self.failed: list[str] = []
+        self.left: list[str] = []
+        self._quantize_path = quantize_path
+        self._slots = {step: threading.Semaphore(count) for step, count in limits.items()}
+        self._printing = threading.Lock()
+        self._began = time.monotonic()
+        self._stop_after_s = stop_after_s
+        (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every command was begun and ended well."""
+        return not self.failed and not self.left
+
+    def run(self, step: str, name: str, *words: str) -> str | None:
+        """Run `qrl STEP WORDS` unless it was done before, and return the result that it printed.
+
+        A second call with the same name waits for the first.
+
+        Returns:
+            An address, or addresses as `variant:scheme=ADDRESS,…`; empty if the step prints none. None if the command
+            failed, in this call or in a call before that waited, or was not begun.
+        """
+        out, done = self.path(f"{name}.out"), self.path(f"{name}.done")
+        with FileLock(self.path(f"{name}.lock")):
+            if not done.exists():
+                if name in self.failed or not self._run(step, name, words):
+                    return None
+                done.touch()
+        printed = RESULT.findall(out.read_text())
+        return printed[-1].split(", ")[0].strip() if printed else ""
+
+    def path(self, file: str) -> Path:
+        """Return the path of a log."""
+        return self.folder / "logs" / file
+
+    def _run(self, step: str, name: str, words: tuple[str, ...]) -> bool:
+        with self._slots.get(step, threading.Semaphore()):
+            if self._stop_after_s is not None and time.monotonic() - self._began > self._stop_after_s:
+                self.left.append(name)
+                return False
+            began = time.monotonic()
+            with self.path(f"{name}.out").open("w") as out, self.path(f"{name}.err").open("w") as err:
+                command = [sys.executable, "-m", "qrl", step, *words]
+                code = subprocess.run(
+                    command, cwd=ROOT, env=self._variables(step), stdout=out, stderr=err, check=False
+                ).returncode
+        seconds = time.monotonic() - began
+        ended = "done" if code == 0 else f"FAILED with {code}, see {self.path(f'{name}.err')},"
+        with self._printing:
+            print(f"{time.monotonic() - self._began:6.0f} s  {name}: {ended} after {seconds:.0f} s", flush=True)
+        if code:
+            self.failed.append(name)
+        return code == 0
+
+    def _variables(self, step: str) -> dict[str, str]:
+        before = self._quantize_path if step == "quantize" else ""
+        search = os.pathsep.join(filter(None, (str(ROOT), before, os.environ.get("PYTHONPATH", ""))))
+        place = {} if step == "quantize" else {"QRL_PLACE": "vllm"}  # all else runs in the environment that has vLLM
+        return THREADS | os.environ | {"MLFLOW_TRACKING_URI": self.store, "PYTHONPATH": search} | place
