@@ -1,19 +1,51 @@
 """Commands of qrl below one folder and with one store: each is run once, a few of a kind at a time."""
 
+import heapq
+import itertools
 import os
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock
 
 ROOT = Path(__file__).parents[4]
 THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}  # of a command: many run side by side
-RESULT = re.compile(r"^(?:Model|Adapter|Models) +(.*)$", re.MULTILINE)  # what steps/outcome.py prints at a step's end
+# What a step prints at its end (steps/outcome.py). Engines print lines of their own to the same place.
+RESULT = re.compile(r"^(?:Model|Adapter|Models) +(\S*models:/\S+)", re.MULTILINE)
+
+
+class Slots:
+    """Places for work that runs at the same time; of what waits, the lowest rank goes first, then the oldest."""
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._waiting: list[tuple[int, int]] = []  # a heap
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def take(self, rank: int) -> Iterator[None]:
+        """Wait for a place, and hold it in the `with` block."""
+        ticket = (rank, next(self._numbers))
+        with self._changed:
+            heapq.heappush(self._waiting, ticket)
+            self._changed.wait_for(lambda: self._free and self._waiting[0] == ticket)
+            heapq.heappop(self._waiting)
+            self._free -= 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._free += 1
+                self._changed.notify_all()
 
 
 class Commands:
@@ -27,13 +59,19 @@ class Commands:
     """
 
     def __init__(
-        self, folder: Path, limits: Mapping[str, int], *, quantize_path: str = "", stop_after_s: float | None = None
+        self,
+        folder: Path,
+        limits: Mapping[str, int] | int,
+        *,
+        quantize_path: str = "",
+        stop_after_s: float | None = None,
     ) -> None:
         """Prepare a folder.
 
         Args:
             folder: made if it is missing.
-            limits: step → how many of its commands run at a time; other steps are not limited.
+            limits: step → how many of its commands run at a time, or how many of all steps together. A step without a
+                limit runs alone.
             quantize_path: put before PYTHONPATH for `quantize` alone, whose libraries vLLM's environment cannot hold.
             stop_after_s: seconds after which no command is begun; None: no limit.
         """
@@ -42,7 +80,9 @@ class Commands:
         self.failed: list[str] = []
         self.left: list[str] = []
         self._quantize_path = quantize_path
-        self._slots = {step: threading.Semaphore(count) for step, count in limits.items()}
+        together = Slots(limits if isinstance(limits, int) else 1)
+        by_step = {} if isinstance(limits, int) else {step: Slots(count) for step, count in limits.items()}
+        self._slots = defaultdict(lambda: together, by_step)
         self._printing = threading.Lock()
         self._began = time.monotonic()
         self._stop_after_s = stop_after_s
@@ -53,10 +93,11 @@ class Commands:
         """Whether every command was begun and ended well."""
         return not self.failed and not self.left
 
-    def run(self, step: str, name: str, *words: str) -> str | None:
+    def run(self, step: str, name: str, *words: str, rank: int = 0) -> str | None:
         """Run `qrl STEP WORDS` unless it was done before, and return the result that it printed.
 
-        A second call with the same name waits for the first.
+        A second call with the same name waits for the first. Of the commands that wait for a place, those of the lowest
+        rank begin first.
 
         Returns:
             An address, or addresses as `variant:scheme=ADDRESS,…`; empty if the step prints none. None if the command
@@ -65,18 +106,18 @@ class Commands:
         out, done = self.path(f"{name}.out"), self.path(f"{name}.done")
         with FileLock(self.path(f"{name}.lock")):
             if not done.exists():
-                if name in self.failed or not self._run(step, name, words):
+                if name in self.failed or not self._run(step, name, words, rank):
                     return None
                 done.touch()
         printed = RESULT.findall(out.read_text())
-        return printed[-1].split(", ")[0].strip() if printed else ""
+        return printed[-1].rstrip(",") if printed else ""
 
     def path(self, file: str) -> Path:
         """Return the path of a log."""
         return self.folder / "logs" / file
 
-    def _run(self, step: str, name: str, words: tuple[str, ...]) -> bool:
-        with self._slots.get(step, threading.Semaphore()):
+    def _run(self, step: str, name: str, words: tuple[str, ...], rank: int) -> bool:
+        with self._slots[step].take(rank):
             if self._stop_after_s is not None and time.monotonic() - self._began > self._stop_after_s:
                 self.left.append(name)
                 return False

@@ -3,7 +3,7 @@
     python tests/benchmarks/answer/real/run.py WORK --model MODEL --seeds 2,3                       # leases A and B
     python tests/benchmarks/answer/real/run.py WORK --model MODEL --seeds 2,3 --variants lora,qat-int4   # C and D
     python tests/benchmarks/answer/real/run.py WORK --model MODEL --seeds 2,3 --task gsm8k --data DIR    # E
-    python tests/benchmarks/answer/real/run.py WORK --check       # the same path on a CPU, with qrl-tiny and two seeds
+    python tests/benchmarks/answer/real/run.py WORK --check       # the same path on a CPU, with qrl-tiny
 
 The same command does what is left. WORK/TASK/export holds what is finished, at any time; `collect.py` writes it anew.
 """
@@ -43,6 +43,7 @@ TRAINED = {  # variant → what `train` is told beside the recipe
     QAT: ("--train.qat", "int4"),
     QAD: ("--train.qat", "int4", "--train.generations", "2", "--train.learning_rate", "2e-5", "--train.steps", "50"),
 }
+RANK, OF_EXTRAS = {BASE: 0, GRPO: 0}, 2  # which commands go first; other variants have 1
 IN_INT4 = (QAT, QAD)  # their codes are RTN_INT4; other schemes of them are not evaluated
 RTN_INT4 = "rtn-int4"
 GSM8K_BASE = (*TRAINED[SFT], "--train.steps", "350", "--train.prompts_per_step", "64", "--train.learning_rate", "2e-4")
@@ -73,7 +74,7 @@ TREATMENTS = {
     "own": Treatment(("--quantize.calibration", "rollouts"), (BASE, GRPO), (names.AWQ_CT, names.GPTQ, names.GPTQ_INT3)),
 }
 EXTRAS = ("calibration", "layers", "weights")
-LIMITS = {"train": 4, "quantize": 6, "evaluate": 6, "diagnose": 1}  # commands at a time, on 80 GB and 16 cores
+LIMITS = {"train": 3, "quantize": 6, "evaluate": 6, "diagnose": 1}  # commands at a time, on 80 GB and 16 cores
 CHECK = {  # on top of recipe `tiny`
     "device": "cpu",
     "train": {"steps": 2, "prompts_per_step": 4, "micro_batch": 32},
@@ -142,7 +143,7 @@ class Study:
             own += ("--train.teacher", base)
         if variant == SFT:
             own += ("--train.learning_rate", self.sft_rate())
-        made = self.commands.run("train", name, *self._words(base, seed), *own)
+        made = self.commands.run("train", name, *self._words(base, seed), *own, rank=_rank(variant))
         if variant == LORA and made:
             return self.commands.run("merge", f"merge-{seed}", *self._words(base, seed), "--adapter", made)
         return made
@@ -176,7 +177,7 @@ class Study:
             f"{label}={model}",
             *how,
         ]
-        printed = self.commands.run("quantize", name, *words)
+        printed = self.commands.run("quantize", name, *words, rank=_rank(label))
         return dict(pair.partition("=")[::2] for pair in printed.split(",")) if printed else {}
 
     # What is measured of them
@@ -186,7 +187,8 @@ class Study:
         cells = self.quantized(variant, seed)
         if model := self.trained(variant, seed):
             unpacked = {cell: address for cell, address in cells.items() if _scheme(cell) not in PACKED}
-            self._evaluate(f"evaluate-{variant}-{seed}", seed, {f"{variant}:{FULL}": model} | unpacked)
+            cells = {f"{variant}:{FULL}": model} | unpacked
+            self._evaluate(f"evaluate-{variant}-{seed}", seed, cells, _rank(variant))
 
     def packed(self, scheme: str, variants: Sequence[str], seed: int) -> None:
         """Evaluate a scheme that rounds activations, of all variants with one engine."""
@@ -234,10 +236,8 @@ class Study:
         out = self.commands.folder / "weights" / str(seed)
         words = ["--base", base, "--trained", grpo, "--out", str(out), "--diagnose.effective_rank", "false"]
         words += ["--diagnose.behaviour", "8" if self._check else "64"]
-        listed = ",".join(f"{cell}={address}" for cell, address in cells.items())
-        self.commands.run(
-            "diagnose", f"diagnose-{seed}", *self._words(self.pretrained, seed), *words, "--quantized", listed
-        )
+        words += ["--quantized", _pairs(cells)]
+        self.commands.run("diagnose", f"diagnose-{seed}", *self._words(self.pretrained, seed), *words)
         self.export()
 
     def sft_rate(self) -> str:
@@ -278,9 +278,9 @@ class Study:
         with self._exporting:
             collect.write(self.commands.folder)
 
-    def _evaluate(self, name: str, seed: int, cells: dict[str, str]) -> bool:
-        listed = ",".join(f"{cell}={address}" for cell, address in cells.items())
-        done = self.commands.run("evaluate", name, *self._words(self.pretrained, seed), "--cells", listed) is not None
+    def _evaluate(self, name: str, seed: int, cells: dict[str, str], rank: int = OF_EXTRAS) -> bool:
+        words = (*self._words(self.pretrained, seed), "--cells", _pairs(cells))
+        done = self.commands.run("evaluate", name, *words, rank=rank) is not None
         if done:
             self.export()
         return done
@@ -305,6 +305,17 @@ class Study:
 
 def _scheme(cell: str) -> str:
     return cell.partition(":")[2]
+
+
+def _pairs(cells: dict[str, str]) -> str:
+    return ",".join(f"{cell}={address}" for cell, address in cells.items())
+
+
+def _rank(label: str) -> int:
+    """Return when a variant's commands go, or those of a variant that is quantized in another way."""
+    if label.rpartition("-")[2] in TREATMENTS:
+        return OF_EXTRAS
+    return RANK.get(label, 1)
 
 
 def jobs_of(study: Study, seed: int, variants: Sequence[str], extras: Sequence[str]) -> list[Callable[[], None]]:
@@ -342,7 +353,7 @@ def main() -> int:
     parser.add_argument("--model", help="folder of the pretrained model, as fetch.py writes it")
     parser.add_argument("--task", choices=("sums", "gsm8k"), default="sums")
     parser.add_argument("--data", help="with --task gsm8k: folder of train.jsonl and test.jsonl")
-    parser.add_argument("--seeds", default="2,3")
+    parser.add_argument("--seeds", help="default: 2,3; of --check 2")
     parser.add_argument("--variants", help=f"some of {', '.join((BASE, *TRAINED))}; default: {', '.join(VARIANTS)}")
     parser.add_argument("--extras", help=f"some of {', '.join(EXTRAS)}, of base and grpo; default: all, on sums")
     parser.add_argument("--sft-rate", help="instead of choosing it; later leases give the first one's choice")
@@ -352,7 +363,7 @@ def main() -> int:
     parser.add_argument("--stop-after", type=float, metavar="S", help="begin no command after S seconds")
     parser.add_argument("--check", action="store_true", help="the same path with qrl-tiny on a CPU, in minutes")
     given = parser.parse_args()
-    seeds = given.seeds.split(",")
+    seeds = (given.seeds or ("2" if given.check else "2,3")).split(",")
     if wrong := [seed for seed in seeds if not seed.isdecimal()]:
         parser.error(f"--seeds has {wrong[0]!r}: expected whole numbers, by comma")
     if not given.check and not given.model:
@@ -364,7 +375,7 @@ def main() -> int:
     variants = _listed(asked, (BASE, *TRAINED), "--variants", parser)
     default_extras = EXTRAS if given.task == "sums" and given.variants is None else ()
     extras = _listed(",".join(default_extras) if given.extras is None else given.extras, EXTRAS, "--extras", parser)
-    limits = {step: 1 if given.check else getattr(given, f"{step}_limit") for step in LIMITS}
+    limits = 1 if given.check else {step: getattr(given, f"{step}_limit") for step in LIMITS}
     folder = given.work.resolve() / given.task
     folder.mkdir(parents=True, exist_ok=True)
     commands = Commands(folder, limits, quantize_path=given.quantize_path, stop_after_s=given.stop_after)
