@@ -275,16 +275,12 @@ def test_a_command_runs_once_and_one_that_fails_is_told(tmp_path, capsys):
 
 def test_the_address_that_a_step_prints_is_its_result(tmp_path):
     commands = Commands(tmp_path, 1)
+    following = "Next, with the same settings:\nqrl …"
+    both = "base:nf4=models:/m-3,base:gptq=models:/m-4"
     printed = {
-        "train": (
-            "INFO Model loading\nModel loading took 1 s\nModel   models:/m-1, grpo in full precision\nNext, with the same settings:\nqrl …",
-            "models:/m-1",
-        ),
-        "lora": ("Adapter models:/m-2\nNext, with the same settings:\nqrl …", "models:/m-2"),
-        "quantize": (
-            "Models  base:nf4=models:/m-3,base:gptq=models:/m-4\n",
-            "base:nf4=models:/m-3,base:gptq=models:/m-4",
-        ),
+        "train": (f"Model loading took 1 s\nModel   models:/m-1, grpo in full precision\n{following}", "models:/m-1"),
+        "lora": (f"Adapter models:/m-2\n{following}", "models:/m-2"),
+        "quantize": (f"Models  {both}\n{following}", both),
     }
     for name, (text, address) in printed.items():
         commands.path(f"{name}.out").write_text(text)

@@ -74,7 +74,7 @@ TREATMENTS = {
     "own": Treatment(("--quantize.calibration", "rollouts"), (BASE, GRPO), (names.AWQ_CT, names.GPTQ, names.GPTQ_INT3)),
 }
 EXTRAS = ("calibration", "layers", "weights")
-LIMITS = {"train": 3, "quantize": 6, "evaluate": 6, "diagnose": 1}  # commands at a time, on 80 GB and 16 cores
+LIMITS = {"train": 3, "quantize": 8, "evaluate": 5, "diagnose": 1}  # commands at a time, on 80 GB and 16 cores
 CHECK = {  # on top of recipe `tiny`
     "device": "cpu",
     "train": {"steps": 2, "prompts_per_step": 4, "micro_batch": 32},
