@@ -1,6 +1,8 @@
 """The tables of `tests/benchmarks/answer/real` from an export that is made with known losses."""
 
+import importlib.util
 import itertools
+import json
 import math
 import sys
 import threading
@@ -12,6 +14,7 @@ import pandas as pd
 import pytest
 
 from qrl import checkpoint, names, quantize, stats, tiny
+from qrl import recipe as recipes
 from qrl.errors import BadInput
 from qrl.formats import stored
 from qrl.stats import Estimate
@@ -26,6 +29,10 @@ import summary
 import tables
 from commands import Commands, Slots
 from evidence import Evidence
+
+_SPEC = importlib.util.spec_from_file_location("run_real", Path(summary.__file__).with_name("run.py"))
+run = importlib.util.module_from_spec(_SPEC)  # the first answer has a module `run`, too
+_SPEC.loader.exec_module(run)
 
 SEEDS, N, HELDOUT = (2, 3, 4, 5), 200, 260
 ACCURACY = {  # variant, scheme → accuracy under each of SEEDS
@@ -42,6 +49,7 @@ ACCURACY = {  # variant, scheme → accuracy under each of SEEDS
     ("grpo", "rtn-int4"): (0.70, 0.70, 0.70, 0.71),
     ("base-c100", "gptq"): (0.12, 0.13, 0.12, 0.12),
     ("base-c101", "gptq"): (0.17, 0.17, 0.17, 0.17),
+    ("base-hf", "nf4"): (0.11, 0.10, 0.11, 0.10),
     ("grpo-keep-none", "full"): (0.60, 0.60, 0.62, 0.58),
     ("grpo-keep-q_proj", "full"): (0.65, 0.66, 0.67, 0.62),
 }
@@ -189,6 +197,7 @@ def test_one_command_makes_all_tables_of_an_export(frame, tmp_path):
     assert "| grpo and base | nf4 | 4 | −0.100 | 1.39 |" in text
     assert "| gptq | 3 | 0.170 | 0.130 | 0.170 | 0.040 | 0.023 |" in text  # the three calibration sets
     assert "| q_proj | not evaluated | +0.050" in text
+    assert "| base | nf4 | 0.100 [" in text and "| +0.005 [" in text  # transformers beside vLLM
     assert "| sums | base | nf4 | 2, 3, 4, 5 | 0.200 | 0.990 |" in text
     assert "| nf4 | base | +0.100" in text and "| 0.5 |" in text
     assert "nan" not in text
@@ -297,3 +306,73 @@ def test_the_ratio_is_that_of_the_library(held):
     assert (found.ratio.estimate, found.ratio.low, found.ratio.high) == pytest.approx(
         (direct.estimate, direct.low, direct.high)
     )
+
+
+class Planned(Commands):
+    """Commands that are noted and not run; each prints the address that its step would."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, 1)
+        self.words: dict[str, tuple[str, ...]] = {}
+
+    def _run(self, step: str, name: str, words: tuple[str, ...], rank: int) -> bool:
+        assert name not in self.words
+        self.words[name] = (step, *words)
+        options = dict(zip(words[::2], words[1::2], strict=True))
+        label = options.get("--models", "").partition("=")[0]
+        stored = ",".join(f"{label}:{scheme}=models:/m-{name}" for scheme in options.get("--scheme", "").split(","))
+        printed = {"quantize": f"Models  {stored}", "evaluate": "", "diagnose": ""}
+        self.path(f"{name}.out").write_text(printed.get(step, f"Model   models:/m-{name}, as it is"))
+        return True
+
+
+def planned(
+    folder: Path, variants: list[str], task: str = "sums", data: str | None = None
+) -> dict[str, dict[str, str]]:
+    """Return the options of every command of seed 2, by name."""
+    commands = Planned(folder)
+    recipe = folder / "all.yaml"
+    recipe.write_text(json.dumps({"extends": "tiny", "quantize": {"schemes": list(summary.SCHEMES)}}))
+    study = run.Study(commands, task, recipe, str(tiny.PATH), data=data, rate="3e-5")
+    for job in run.jobs_of(study, 2, variants, ["calibration", "weights", "elsewhere"]):
+        job()
+    return {
+        name: {"step": words[0], **dict(zip(words[1::2], words[2::2], strict=True))}
+        for name, words in commands.words.items()
+    }
+
+
+def test_a_seed_of_sums_is_trained_quantized_and_evaluated_as_the_design_says(tmp_path):
+    commands = planned(tmp_path, ["grpo", "sft", "base", "lora", "qat-int4", "qad-int4"])
+    for options in commands.values():
+        dotted = [option.removeprefix("--") for option in options if "." in option]
+        assert set(dotted) <= set(recipes.fields()) and options["--seed"] == "2"
+    assert commands["train-sft-2"]["--train.learning_rate"] == "3e-5"
+    assert commands["merge-2"]["--adapter"] == "models:/m-train-lora-2"
+    distilled = commands["train-qad-int4-2"]
+    assert distilled["--model"] == distilled["--train.teacher"] == "models:/m-train-grpo-2"
+    cells = {
+        cell.partition("=")[0]
+        for options in commands.values()
+        if options["step"] == "evaluate"
+        for cell in options["--cells"].split(",")
+    }
+    for variant in ("base", "grpo", "sft", "lora"):
+        assert {f"{variant}:{scheme}" for scheme in ("full", *summary.SCHEMES)} < cells
+    assert {cell for cell in cells if cell.startswith("qa")} == {
+        f"{variant}:{scheme}" for variant in ("qat-int4", "qad-int4") for scheme in ("full", "rtn-int4")
+    }
+    for scheme in ("awq-ct", "gptq", "gptq-int3"):  # three calibration sets of the base
+        assert {f"base:{scheme}", f"base-c100:{scheme}", f"base-c101:{scheme}"} < cells
+    assert {"grpo-own:gptq", "grpo-g32:rtn-int4", "base-hf:nf4", "grpo-hf:full"} < cells
+    (measured,) = [options for options in commands.values() if options["step"] == "diagnose"]
+    assert len(measured["--quantized"].split(",")) == 2 * len(summary.SCHEMES)
+
+
+def test_rl_on_gsm8k_begins_with_the_model_after_sft(tmp_path):
+    commands = planned(tmp_path, ["grpo", "base"], "gsm8k", "DATA")
+    assert commands["train-base-2"]["--train.algorithm"] == "sft" and commands["train-base-2"]["--train.steps"] == "350"
+    assert commands["train-grpo-2"]["--model"] == "models:/m-train-base-2"
+    assert "base:full=models:/m-train-base-2" in commands["evaluate-base-2"]["--cells"]
+    assert f"pretrained:full={tiny.PATH}" in commands["evaluate-base-2"]["--cells"]
+    assert {options["--data"] for options in commands.values()} == {"DATA"}

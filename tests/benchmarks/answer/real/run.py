@@ -73,7 +73,8 @@ TREATMENTS = {
     "g32": Treatment(("--quantize.group_size", "32"), (BASE, GRPO), (names.AWQ_CT, names.GPTQ, RTN_INT4)),
     "own": Treatment(("--quantize.calibration", "rollouts"), (BASE, GRPO), (names.AWQ_CT, names.GPTQ, names.GPTQ_INT3)),
 }
-EXTRAS = ("calibration", "layers", "weights")
+EXTRAS = ("calibration", "layers", "weights", "elsewhere")
+ELSEWHERE, CHECKED = "hf", (names.NF4, names.AWQ_CT, names.GPTQ)  # label of cells that transformers answers; which
 LIMITS = {"train": 3, "quantize": 8, "evaluate": 5, "diagnose": 1}  # commands at a time, on 80 GB and 16 cores
 CHECK = {  # on top of recipe `tiny`
     "device": "cpu",
@@ -188,6 +189,8 @@ class Study:
         if model := self.trained(variant, seed):
             unpacked = {cell: address for cell, address in cells.items() if _scheme(cell) not in PACKED}
             cells = {f"{variant}:{FULL}": model} | unpacked
+            if model != self.pretrained and variant == BASE:
+                cells[f"{PRETRAINED}:{FULL}"] = self.pretrained
             self._evaluate(f"evaluate-{variant}-{seed}", seed, cells, _rank(variant))
 
     def packed(self, scheme: str, variants: Sequence[str], seed: int) -> None:
@@ -227,6 +230,17 @@ class Study:
         if cells:
             self._evaluate(f"evaluate-layers-{seed}", seed, cells)
 
+    def elsewhere(self, variants: Sequence[str], seed: int) -> None:
+        """Evaluate variants with transformers, which loads the same checkpoints by itself, as `base-hf:nf4`."""
+        cells: dict[str, str] = {}
+        for variant in variants:
+            stored, model = self.quantized(variant, seed), self.trained(variant, seed)
+            found = {FULL: model} | {scheme: stored.get(f"{variant}:{scheme}") for scheme in CHECKED}
+            cells |= {f"{variant}-{ELSEWHERE}:{scheme}": address for scheme, address in found.items() if address}
+        if cells:
+            engine = ("--evaluate.engine", "transformers", "--evaluate.unpacked", "false")
+            self._evaluate(f"evaluate-{ELSEWHERE}-{seed}", seed, cells, more=engine)
+
     def weights(self, seed: int) -> None:
         """Measure the weights of base and GRPO, what they are stored as, and how far both answer apart."""
         cells = self.quantized(BASE, seed) | self.quantized(GRPO, seed)
@@ -260,7 +274,7 @@ class Study:
         with ThreadPoolExecutor(len(rates)) as side_by_side:
             jobs = [side_by_side.submit(self._train_at, rate, words) for rate in rates]
         made = {f"{SFT}-{rate}:{FULL}": job.result() for rate, job in zip(rates, jobs, strict=True)}
-        if None in made.values() or not self._evaluate("evaluate-rates", RATE_SEED, made):
+        if None in made.values() or not self._evaluate("evaluate-rates", RATE_SEED, made, 0):
             raise QrlError("SFT's rates were not all tried: look at the commands that failed, and call again.")
         frame, _ = collect.answers(self.commands.store, self.task)
         accuracy = frame.groupby("variant")["correct"].mean()
@@ -278,8 +292,10 @@ class Study:
         with self._exporting:
             collect.write(self.commands.folder)
 
-    def _evaluate(self, name: str, seed: int, cells: dict[str, str], rank: int = OF_EXTRAS) -> bool:
-        words = (*self._words(self.pretrained, seed), "--cells", _pairs(cells))
+    def _evaluate(
+        self, name: str, seed: int, cells: dict[str, str], rank: int = OF_EXTRAS, more: Sequence[str] = ()
+    ) -> bool:
+        words = (*self._words(self.pretrained, seed), *more, "--cells", _pairs(cells))
         done = self.commands.run("evaluate", name, *words, rank=rank) is not None
         if done:
             self.export()
@@ -326,6 +342,7 @@ def jobs_of(study: Study, seed: int, variants: Sequence[str], extras: Sequence[s
     both = [variant for variant in (BASE, GRPO) if variant in variants]
     jobs += [partial(study.treated, both, seed)] if "calibration" in extras and both else []
     jobs += [partial(study.layers, both, seed)] if "layers" in extras and both else []
+    jobs += [partial(study.elsewhere, both, seed)] if "elsewhere" in extras and both else []
     jobs += [partial(study.weights, seed)] if "weights" in extras and len(both) == 2 else []
     return jobs
 

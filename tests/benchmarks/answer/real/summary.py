@@ -56,8 +56,9 @@ TREATED = {
     "g32": "groups of 32",
     "own": "own answers as calibration texts",
 }
+HF = "hf"  # variant-hf: answered by transformers
 KEPT = "-keep-"  # variant-keep-PART: in NF4 but for the part
-ORDER = (BASE, SFT, GRPO, LORA, *METHODS)
+ORDER = ("pretrained", BASE, SFT, GRPO, LORA, *METHODS)
 MEASURES = {  # of a cell → its heading
     "layer_error": "error after the last layer",
     "relative_mse": "relative error of weights",
@@ -260,6 +261,18 @@ def layers(evidence: Evidence) -> list[str]:
     return _section("## Which layers (NF4)?", head, rows)
 
 
+def elsewhere(evidence: Evidence) -> list[str]:
+    """Return the accuracy of the same checkpoints by another implementation."""
+    rows = []
+    for variant, scheme in itertools.product((BASE, GRPO), (FULL, *SCHEMES)):
+        other = (f"{variant}-{HF}", scheme)
+        if change := evidence.contrast({other: 1.0, (variant, scheme): -1.0}):
+            here = evidence.contrast({(variant, scheme): 1.0, other: 0.0})
+            rows.append([variant, scheme, _rate(here), _rate(evidence.accuracy(other)), interval(change)])
+    head = ("variant", "scheme", "vLLM", "transformers", "difference")
+    return _section("## The same checkpoints, loaded by transformers", head, rows)
+
+
 def knew_before(evidence: Evidence, measures: pd.DataFrame | None) -> list[str]:
     """Return measures beside losses, and their rank correlation over the cells of a variant."""
     if measures is None:
@@ -281,11 +294,19 @@ def knew_before(evidence: Evidence, measures: pd.DataFrame | None) -> list[str]:
     ranks = []
     for variant in [name for name in ORDER if len(frame) and (frame["variant"] == name).sum() > 2]:
         own = frame[frame["variant"] == variant]
-        correlations = [own["loss"].corr(own[name], method="spearman") for name in present]
+        correlations = [_correlation(own["loss"], own[name]) for name in present]
         ranks.append([variant, str(len(own)), *(_number(value, "{:+.2f}") for value in correlations)])
     lines += ["Spearman's correlation with the loss, over schemes; without intervals, exploratory:", ""]
     lines += _lines(("variant", "schemes", *(MEASURES[name] for name in present)), ranks)
     return lines + _of_weights(whole)
+
+
+def _correlation(loss_of: pd.Series, measure: pd.Series) -> float:
+    """Return Spearman's correlation; nan where one of both is constant, or known of fewer than three cells."""
+    known = measure.notna()
+    if known.sum() < 3 or min(loss_of[known].nunique(), measure[known].nunique()) < 2:
+        return math.nan
+    return float(loss_of[known].corr(measure[known], method="spearman"))
 
 
 def _of_weights(whole: pd.DataFrame) -> list[str]:
@@ -317,7 +338,8 @@ def marked(cells: pd.DataFrame | None) -> list[str]:
         for key, rows in bad.groupby(keys)
     ]
     head = ("task", "variant", "scheme", "seeds", "truncated, mean", "in the required form, mean")
-    return _section("## Cells beyond the limits of health", head, rows)
+    title = "## Cells beyond the limits of health"
+    return _section(title, head, rows) if rows else [title, "", f"None of {len(cells)}.", ""]
 
 
 def losses(evidence: Evidence, title: str) -> list[str]:
@@ -369,7 +391,7 @@ def document(frame: pd.DataFrame, cells: pd.DataFrame | None = None, measures: p
     lines += methods(evidence)
     lines += accuracies(evidence, "Sums") + losses(evidence, "Sums") + accuracies_by_seed(evidence)
     lines += by_seed(evidence, [each.value for tested in families.values() for each in tested.values()])
-    lines += calibration(evidence) + layers(evidence)
+    lines += calibration(evidence) + layers(evidence) + elsewhere(evidence)
     lines += knew_before(evidence, None if measures is None else measures[measures["size"] == "sums"])
     if len(words):
         other = Evidence(words, one_base=False)
@@ -400,8 +422,11 @@ def _shown(show: Callable[[Estimate], str]) -> Callable[[Estimate | None], str]:
 
 
 _difference = _shown(interval)
-_percent = _shown(percent)
 _rate = _shown(lambda value: f"{value.estimate:.3f} [{value.low:.3f}, {value.high:.3f}]")
+
+
+def _percent(value: Estimate | None) -> str:
+    return "not defined" if value is None else percent(value)
 
 
 def _ratio(value: Estimate) -> str:
