@@ -61,6 +61,8 @@ TAG_EXIT_CODE = "qrl.exit_code"
 TAG_PID = "qrl.pid"  # host:pid:start of the run's process, to recognize a run whose process is dead
 TAG_SERVING = "qrl.serving"  # the version that a following server serves now, `qrl-tiny@3`
 TAG_REFUSED = "qrl.follow.refused"  # why a following server did not switch to a version
+TAG_ANSWERS_KEY = "qrl.answers_key"  # what a cell's answers depend on: its cache key without the limits of health
+TAG_UNHEALTHY = "qrl.unhealthy"  # which limits quantization made a cell break: it counts, and no gate lets it pass
 TAG_WATCH = "qrl.watch."  # and a watcher's name: its warning in a training run
 TAG_STOPPED = "qrl.stopped"  # the watcher that ended a training early, and the step
 
@@ -115,6 +117,8 @@ STORED_IN = "stored_in"  # dtype of trained or merged weights on the disk, a par
 DTYPE = "dtype"  # of activations; tables show `full` with it
 GROUP_SIZE = "group_size"  # inputs that share a scale, of integer codes; tables show it where it is not the usual one
 QUESTION_TEXT = "question_text"
+UNHEALTHY = "unhealthy"  # the tag's text, in every row of such a cell
+GRADED = "graded"  # there: the grader's own verdict, where `correct` counts an unfinished answer as wrong
 REFERENCE_LOGPROB = "reference_logprob"  # of the worked solution, mean over its tokens, in nats
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 

@@ -25,7 +25,6 @@ CLOSED = {  # folders that the tree shows as one line
     "tests/cases": "cases as data: graders, logs of other tools",
 }
 COLUMN, LONGEST = 34, 90  # where clauses begin, and their longest, in characters
-README_LINES, README_WORDS, PAGE_LINES = 180, 1800, 120
 
 
 def tracked() -> list[str]:
@@ -111,20 +110,6 @@ def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
-
-
-def test_the_readme_is_read_in_minutes():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= README_LINES
-    assert len(text.split()) <= README_WORDS
-
-
-@pytest.mark.parametrize(
-    "path",
-    [path for path in tracked() if path.startswith("qrl/") and path.endswith("README.md") and path != "qrl/README.md"],
-)
-def test_a_page_of_the_package_is_short(path):
-    assert len((ROOT / path).read_text(encoding="utf-8").splitlines()) <= PAGE_LINES
 
 
 def test_pictures_are_small():

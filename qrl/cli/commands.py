@@ -23,18 +23,19 @@ TRAIN = (*DATA, "train.steps", "train.method", "train.learning_rate", "train.qat
 QUANTIZE = (*DATA, "quantize.group_size", "quantize.bits", "quantize.calibration", "quantize.calibration_samples")
 EVALUATE = (*DATA, "evaluate.n", "evaluate.max_new_tokens", "evaluate.samples", "evaluate.engine")
 DIAGNOSE = (*DATA, "diagnose.bits", "diagnose.group_size", "diagnose.behaviour")
-ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster. "
+ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0..1); optionally seed, sample, cluster. "
 ROWS += "VARIANT:SCHEME=FILE,… for a file per cell."
 LOGS = "Logs of lm-evaluation-harness (samples_*.jsonl) or inspect_ai (.eval, .json): a file, or a folder with one."
 SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
 YES = option("--yes", **SWITCH, help="Start even if the check of machine, memory or the base's trial fails.")
-FAILING = ("lost", "inconclusive")  # verdicts of --fail-on
+FAILING = ("lost", "reduced", "inconclusive")  # verdicts of --fail-on
 ABOUT = {  # option of `compare` → the inputs that it is about
     "columns": ("--questions",),
     "where": ("--questions",),
     "metric": ("--logs",),
     "filter": ("--logs",),
     "reference": ("--questions", "--logs", "--counts"),
+    "missing": ("--questions", "--logs"),
 }
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 RENAMED = "was renamed: `sweep` trains several methods and ranks them, `compare --rank` ranks cells already evaluated."
@@ -216,7 +217,7 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 @cli.command("compare", cls=RecipeCommand, sections=("compare",), first=("compare.margin",))
 @option("--questions", metavar="FILE", help=ROWS)
 @option("--logs", metavar="VARIANT:SCHEME=LOG,…", help=LOGS)
-@option("--metric", metavar="NAME", help="With --logs: the score to compare, 0 or 1. [default: the only one]")
+@option("--metric", metavar="NAME", help="With --logs: the score to compare, from 0 to 1. [default: the only one]")
 @option("--filter", metavar="NAME", help="With --logs of lm-eval: the filter, as strict-match. [default: the only one]")
 @option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"full": 68, …}, "grpo": {…}}')
 @option(
@@ -224,10 +225,15 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 )
 @option("--where", metavar="COLUMN=VALUE,…", help="Rows to keep, such as filter=strict-match; the others are ignored.")
 @option("--reference", metavar="SCHEME", help="The files' name for full precision, such as bf16. [default: full]")
+@option("--missing", metavar="wrong", help="Count answers that a cell lacks as wrong. [default: refuse the cell]")
 @option("--cells", metavar="RUN,…", help="Evaluation runs of cells, under one training seed or several.")
 @option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")
 @option("--methods", **SWITCH, hidden=True)
-@option("--fail-on", metavar="VERDICT,…", help="End with exit code 3 if a scheme has this verdict: lost, inconclusive.")
+@option(
+    "--fail-on",
+    metavar="VERDICT,…",
+    help="End with exit code 3 if a scheme has this verdict: lost, reduced, inconclusive.",
+)
 @option("--out", metavar="DIR", help="Write files there, without MLflow; required unless --cells is given.")
 def compare_command(
     settings, rank: bool | None, methods: bool | None, out: str | None, fail_on: str | None, **inputs: str | None

@@ -8,11 +8,12 @@ from typing import TypeVar
 import pandas as pd
 
 from qrl import names, stats
-from qrl.compare import record, table
+from qrl.compare import health, record, table
 from qrl.compare.answers import Answers, References, changed, measured, shown
 from qrl.compare.evidence import Cell, Counts, Questions
 from qrl.compare.outcomes import Answered
 from qrl.compare.scales import Scales, measure_scales
+from qrl.compare.subgroups import Group, groups
 from qrl.errors import BadInput
 from qrl.files.tables import TEXTS
 from qrl.names import BASE, FULL
@@ -167,12 +168,22 @@ class Comparison:
         return measured(self.answered, self.changed, self.references) if self.answered else {}
 
     @cached_property
+    def unhealthy(self) -> dict[Cell, str]:
+        """Cell → what quantization did to its answers, where they broke a limit of health; see `health.notes`."""
+        return health.notes(self.answered.frame) if self.answered else {}
+
+    @cached_property
     def changed(self) -> pd.DataFrame:
         """A row per answer that is right under one of a quantized scheme and full precision, and wrong under the other.
 
         See `answers.changed`; empty if only counts are known.
         """
         return changed(self.answered, self.references) if self.answered else pd.DataFrame()
+
+    @cached_property
+    def subgroups(self) -> dict[str, list[Group]]:
+        """Subject and level → their groups of questions; empty where the rows name none."""
+        return groups(self)
 
     def changed_shown(self) -> pd.DataFrame:
         """Return a few of them as texts for people; see `answers.shown`."""

@@ -15,7 +15,7 @@ from typing import Any
 import pandas as pd
 
 from qrl import names
-from qrl.compare import answers, damage
+from qrl.compare import answers, damage, health, missing
 from qrl.compare.convergence import Convergence
 from qrl.compare.evidence import Cell
 from qrl.compare.outcomes import Answered
@@ -107,6 +107,11 @@ class Methods:
         return answers.measured(self.answered, self.changed, self.references) if self.answered else {}
 
     @cached_property
+    def unhealthy(self) -> dict[Cell, str]:
+        """Cell → what quantization did to its answers, where they broke a limit of health; see `health.notes`."""
+        return health.notes(self.answered.frame) if self.answered else {}
+
+    @cached_property
     def changed(self) -> pd.DataFrame:
         """A row per answer whose verdict differs from its reference's; see `answers.changed`."""
         return answers.changed(self.answered, self.references) if self.answered else pd.DataFrame()
@@ -193,6 +198,7 @@ def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Se
     for row in methods.rows:
         gain, error = (interval(value) if value else "reference" for value in (row.gain, row.error))
         accuracy = f"{row.accuracy.estimate:.3f} ± {row.accuracy.stderr:.3f}"
+        accuracy += f" {health.MARK}" if row.cell in methods.unhealthy else ""
         scheme = methods.full if row.scheme == names.FULL else row.scheme
         body.append((row.variant, scheme, accuracy, gain, error, interval(row.over_grpo) if row.over_grpo else ""))
     error, over = f"error: method − {methods.shown(FULL)}", "method − grpo in the same scheme"
@@ -200,7 +206,9 @@ def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Se
     runs = f"{methods.runs} training runs" if methods.runs > 1 else runs
     note = f"n = {methods.n} held-out questions, {runs}; ± is one standard error, brackets are paired 95 % CIs."
     lines = ["## Methods", "", *table(("method", "scheme", "accuracy", "gain over base", error, over), body)]
-    lines += ["", note, "", *(f"- {finding}" for finding in findings(methods)), ""]
+    lines += ["", note, *(missing.notes(methods.answered.filled, methods.n) if methods.answered else []), ""]
+    lines += [*(f"- {finding}" for finding in findings(methods)), ""]
+    lines += health.section({methods.shown(cell): told for cell, told in methods.unhealthy.items()})
     lines += damage.markdown(methods.damages)
     against = f"the reference (the same method at full precision if evaluated, else {methods.shown(FULL)})"
     lines += answers_table(methods.answers, methods.shown, against, methods.references)

@@ -19,7 +19,7 @@ from qrl.names import BASE, FULL, cell_name
 
 COLUMNS = ("variant", "scheme", "question", "correct")
 LABEL = re.compile(r"(?=.{1,200}\Z)[\w.+-]+( [\w.+-]+)*")  # labels appear in metric names and tables
-OUTCOMES = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
+OUTCOMES = {"false": 0.0, "true": 1.0}
 OPTIONAL = ("seed", "cluster", "sample", names.ENGINE, names.DTYPE, names.SETTINGS, names.PROMPT_HASH)
 OPTIONAL += (names.GROUP_SIZE,)
 LABEL_RULE = "expected letters, digits, spaces and . _ + -, 200 at most"
@@ -78,7 +78,9 @@ def check_columns(frame: pd.DataFrame) -> None:
             raise BadInput(f"{nested_values}, but every value must be one label or number: write it as text.")
     for column in COLUMNS:
         if empty := np.count_nonzero(frame[column].isna()):
-            raise BadInput(f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}.")
+            what = f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}"
+            wrong = "; `--missing wrong` counts answers without an outcome as wrong" if column == "correct" else ""
+            raise BadInput(f"{what}{wrong}.")
 
 
 def _objects(column: pd.Series) -> Iterable[Any]:
@@ -112,15 +114,16 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
     variant, scheme, question and seed are categoricals of texts, sorted; `seed` is empty if there is none.
 
     Raises:
-        BadInput: as `check_columns` and `check_compatible`; an outcome is not 0 or 1, or a row is duplicated.
+        BadInput: as `check_columns` and `check_compatible`; an outcome is outside 0..1, or a row is duplicated.
     """
     check_columns(frame)
     frame = frame.reset_index(drop=True)  # tables that were concatenated repeat their labels
     given = labels(pd.Series(frame["correct"]))
-    correct = pd.Series(given.cat.categories.str.lower().map(OUTCOMES), dtype=float).to_numpy()[given.cat.codes]
+    correct = _shares(given.cat.categories)[given.cat.codes]
     if wrong := frame.loc[np.isnan(correct), "correct"].astype(object).tolist():
         wrong_value = f"'correct' is {wrong[0]!r:.40} in {len(wrong)} row(s)"
-        raise BadInput(f"{wrong_value}, but must be 0 or 1: grade the completions first, or name another column.")
+        expected = "must be 0 or 1, or a partial credit between them"
+        raise BadInput(f"{wrong_value}, but {expected}: grade the completions first, or name another column.")
     table = frame.filter(items=[*COLUMNS, "cluster", "sample"]).assign(correct=correct)
     table = table.assign(**{column: labels(pd.Series(frame[column])) for column in ("variant", "scheme", "question")})
     check_compatible(frame)
@@ -136,6 +139,14 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
             "several answers to one question in a column 'sample'; --where COLUMN=VALUE keeps some rows only."
         )
     return table
+
+
+def _shares(texts: pd.Index) -> np.ndarray:
+    """Return outcomes as numbers from 0 to 1; NaN for a text that is none."""
+    lower = texts.str.lower()
+    numbers = pd.Series(pd.to_numeric(pd.Series(lower, dtype=object), errors="coerce"), dtype=float)
+    numbers = numbers.fillna(pd.Series(lower.map(OUTCOMES), dtype=float)).to_numpy()
+    return np.where((numbers >= 0) & (numbers <= 1), numbers, np.nan)
 
 
 def seed_labels(seeds: pd.Series) -> pd.Series:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from qrl.figures import page
 from qrl.figures.comparison import survival_finding
 from qrl.names import BASE, FULL, cell_name, scheme
-from qrl.stats import signed
+from qrl.stats import Estimate, signed
+from qrl.stats.text import percent_interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -73,13 +74,37 @@ def heading(table: Mapping[str, Any], facts: Mapping[str, str]) -> str:
 
 
 def verdicts(rows: Sequence[Row], sizes: Mapping[str, int]) -> str:
-    """Return a card per quantized row: verdict, gain survival, size, and what that means."""
+    """Return a card per quantized row: verdict, share of the gain that is kept, gain survival, size, and meaning."""
     cards = []
     for row in rows:
-        estimate, _, bounds = interval(row.entry["gain_survival"]).partition(" ")
-        card = {"name": row.name, "verdict": row.entry["verdict"], "estimate": estimate, "interval": bounds}
+        survival, kept = interval(row.entry["gain_survival"]), row.entry.get("gain_kept")
+        # Older tables, and gains that are not shown, have no share.
+        number, detail = survival, "gain survival, 95 % interval"
+        if kept:
+            number, detail = _percent(kept), f"of the gain is kept, 95 % interval; gain survival {survival}"
+        estimate, _, bounds = number.partition(" [")
+        card = {"name": row.name, "verdict": row.entry["verdict"], "estimate": estimate, "interval": f"[{bounds}"}
+        card |= {"detail": detail, "remarks": row.entry.get("remarks") or []}
         cards.append(card | {"size": _size(row, sizes), "meaning": _meaning(row)})
     return page.html("verdicts", cards=cards)
+
+
+def _percent(share: Mapping[str, float]) -> str:
+    return percent_interval(Estimate(share["estimate"], share["stderr"], share["low"], share["high"], 0))
+
+
+def unhealthy(table: Mapping[str, Any]) -> list[str]:
+    """Return what quantization did to the answers of cells that broke a limit of health: `base · nf4: 16 % …`."""
+    return [
+        f"{cell_name(variant, name)}: {cell['unhealthy']}"
+        for name, entry in table.items()
+        for variant, cell in entry["cells"].items()
+        if cell.get("unhealthy")
+    ]
+
+
+def _mark(cell: Mapping[str, Any]) -> str:
+    return " †" if cell.get("unhealthy") else ""
 
 
 def _size(row: Row, sizes: Mapping[str, int]) -> str:
@@ -107,28 +132,56 @@ def _meaning(row: Row) -> str:
             f"Quantizing to {name} keeps what training gave: {gain}. "
             f"With 95 % confidence, any loss is below the margin, {entry['margin']:.3f}."
         )
+    if entry["verdict"] == "reduced":
+        half = "More than half of the gain is shown to be kept."
+        if not entry.get("more_than_half_kept"):
+            half = "Whether more than half of it is kept is not shown."
+        return f"Quantizing to {name} costs a part of the gain: {gain}. {half}"
+    if entry.get("all_lost"):
+        return f"Quantizing to {name} costs all of the gain: no gain is shown under it, {interval(entry['delta'])}."
     if entry["verdict"] == "lost":
-        return f"Quantizing to {name} costs more of the gain than the margin, {entry['margin']:.3f}: {gain}."
+        return f"Quantizing to {name} costs more than half of the gain: {gain}."
     n = entry.get("n_to_decide")
     more = f" About {float(f'{n:.2g}'):,.0f} questions would decide." if n else ""
     return f"This study cannot decide: {entry['reason']}.{more}"
+
+
+def scales_table(rows: Sequence[Row]) -> str:
+    """Return the table of accuracy kept and log-odds per scheme, with a sentence each; empty for older tables."""
+    rows = [row for row in rows if row.entry.get("accuracy_kept")]
+    if not rows:
+        return ""
+    body = []
+    for row in rows:
+        entry = row.entry
+        kept = [_percent(share) if share else "not defined" for share in entry["accuracy_kept"].values()]
+        ratio = "{estimate:.2f} [{low:.2f}, {high:.2f}]".format(**entry["accuracy_kept_ratio"])
+        body.append([row.name, *kept, ratio, interval(entry["log_odds_difference"])])
+    head = ["scheme", "accuracy kept: base", "accuracy kept: trained", "ratio", "difference in log-odds"]
+    return page.html("table", head=head, rows=body, note="") + page.html(
+        "sentences", sentences=[f"{row.name}: {row.entry['scales']}" for row in rows]
+    )
 
 
 def cells_table(table: Mapping[str, Any], rows: list[Row], sizes: Mapping[str, int]) -> str:
     """Return the table of cells, a row per trained variant and scheme."""
     n = [cell["n"] for entry in table.values() for cell in entry["cells"].values()]
     questions = f"{n[0]:,}" if min(n) == max(n) else f"{min(n):,} to {max(n):,}"
-    head = ["scheme", "base", "trained", "gain: trained − base", "gain survival", "verdict"]
+    head = ["scheme", "base", "trained", "gain: trained − base", "gain survival", "gain kept", "verdict"]
     head += ["weights"] if sizes else []
     body = []
     for row in rows:
         entry, survival = row.entry, row.entry.get("gain_survival")
         cells = (table[row.scheme]["cells"][name] for name in (BASE, entry["trained"]))
-        accuracies = (f"{cell['accuracy']:.3f} ± {cell['stderr']:.3f}" for cell in cells)
+        accuracies = (f"{cell['accuracy']:.3f} ± {cell['stderr']:.3f}{_mark(cell)}" for cell in cells)
         line = [row.name, *accuracies, interval(entry["delta"]), interval(survival) if survival else "reference"]
+        line.append(_percent(entry["gain_kept"]) if entry.get("gain_kept") else "")
         size = [_bytes(sizes.get(f"{entry['trained']}:{row.scheme}"))] if sizes else []
         body.append([*line, entry.get("verdict") or "", *size])
     note = f"n = {questions} held-out questions per cell. ± is one standard error, brackets are 95 % intervals."
+    if told := unhealthy(table):
+        note += f" † {'; '.join(told)}. Quantization did that: the cell counts, with unfinished answers as wrong, and "
+        note += "no gate lets it pass."
     return page.html("table", head=head, rows=body, note=note)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from qrl.figures.canvas import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PURPLE, RED, VARIANTS, canvas, finish
 from qrl.names import FULL
-from qrl.stats.text import interval
+from qrl.stats.text import interval, percent_interval
 
 if TYPE_CHECKING:
     from qrl.compare import Cell, Comparison
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 COLOURS = {"base": GREY, "grpo": BLUE, "qat": GREEN, "qad": PURPLE, "": ORANGE}  # by the prefix of a method's name
 TOKENS = "tokens"  # a measure of answers
-VERDICTS = {"survives": GREEN, "lost": RED, "inconclusive": ORANGE}
+VERDICTS = {"survives": GREEN, "reduced": ORANGE, "lost": RED, "inconclusive": GREY}
 LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 
 
@@ -66,7 +66,7 @@ def _matrix_note(comparison: Comparison) -> str:
 
 
 def survival(comparison: Comparison, path: str | Path) -> None:
-    """Draw gain survival of every quantized scheme as a forest plot, with the margin below which the gain is lost.
+    """Draw gain survival of every quantized scheme as a forest plot, with the lines that decide on the verdict.
 
     Raises:
         ValueError: there is no quantized scheme.
@@ -75,12 +75,14 @@ def survival(comparison: Comparison, path: str | Path) -> None:
     if not rows:
         raise ValueError("There is no quantized scheme, so gain survival is not defined: expected one beside full.")
     figure, axes = canvas(7.4, 1.9 + 0.72 * len(rows))
-    alone = [run.estimate for _, _, value in rows if value.runs for run in value.runs.values]
+    half_gains = [max(0.0, comparison.row(FULL, row.variant).delta.estimate) / 2 for row, _, _ in rows]
+    of_runs = [run.estimate for _, _, value in rows if value.runs for run in value.runs.values]
     ends = [end for _, verdict, value in rows for end in (value.low, value.high, verdict.margin)]
-    reach = max(map(abs, [*alone, *ends])) * 1.15
-    for y, (_, verdict, value) in enumerate(rows):
-        axes.fill_betweenx([y - 0.5, y + 0.5], -reach, -verdict.margin, color=RED, alpha=0.08, lw=0)
-        axes.plot([-verdict.margin] * 2, [y - 0.5, y + 0.5], color=RED, lw=1.4, ls=(0, (4, 2)))
+    reach = max(map(abs, [*of_runs, *ends, *half_gains])) * 1.15
+    for y, ((_, verdict, value), half_gain) in enumerate(zip(rows, half_gains, strict=True)):
+        axes.fill_betweenx([y - 0.5, y + 0.5], -reach, -half_gain, color=RED, alpha=0.08, lw=0)
+        axes.plot([-half_gain] * 2, [y - 0.5, y + 0.5], color=RED, lw=1.4, ls=":")
+        axes.plot([-verdict.margin] * 2, [y - 0.5, y + 0.5], color=GREEN, lw=1.4, ls=(0, (4, 2)))
         _forest_row(axes, y, verdict, value)
     several = len(comparison.variants) > 2
     shown = [(row.variant, comparison.shown(row.scheme)) for row, _, _ in rows]
@@ -91,17 +93,26 @@ def survival(comparison: Comparison, path: str | Path) -> None:
     axes.set_yticks(range(len(rows)), labels, size=12)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("gain survival: gain under the scheme − gain at full precision (accuracy)")
-    at_margin = {"textcoords": "offset points", "ha": "right", "color": RED, "size": 9.5}
-    axes.annotate("−margin", (-rows[0][1].margin, -0.5), (-4, 3), **at_margin)
+    above = {"textcoords": "offset points", "ha": "right", "size": 9.5}
+    axes.annotate("−margin", (-rows[0][1].margin, -0.5), (-3, 3), color=GREEN, **above)
+    axes.annotate("−half the gain", (-half_gains[0], -0.5), (-3, 3), color=RED, **above)
+    finish(figure, _survival_title(rows, several), _survival_note(comparison), path)
+
+
+def _survival_title(rows: Sequence[tuple], several: bool) -> str:
+    return survival_finding([(row.scheme, verdict.verdict) for row, verdict, _ in rows], several, "Gain")
+
+
+def _survival_note(comparison: Comparison) -> str:
     pairing = "paired" if comparison.paired else "independent cells"
     note = (
-        f"n = {comparison.n} questions, {pairing}. Thin: 95 % interval. Thick: between the one-sided 95 % bounds;"
-        "\nif it is right of −margin (dashed) the gain survives, if it is left of it (shaded) the gain is lost."
+        f"n = {comparison.n} questions, {pairing}. Thin: 95 % interval. Thick: between the one-sided 95 % bounds."
+        "\nThick bar right of −margin (dashed): the gain survives. Left of 0: it is reduced. Left of −half the gain"
+        "\n(dotted, shaded): it is lost. Right: verdict, share of the gain that is kept, gain survival."
     )
     if len(comparison.runs) > 1:
         note += f"\nMean of {len(comparison.runs)} seeds, intervals include the spread between seeds. Ticks: each seed."
-    title = survival_finding([(row.scheme, verdict.verdict) for row, verdict, _ in rows], several, "Gain")
-    finish(figure, title, note, path)
+    return note
 
 
 def _forest_row(axes, y: int, verdict: Verdict, value: Estimate) -> None:
@@ -110,8 +121,9 @@ def _forest_row(axes, y: int, verdict: Verdict, value: Estimate) -> None:
     axes.plot([value.lower, value.upper], [y, y], color=colour, lw=6, solid_capstyle="butt")
     axes.plot(value.estimate, y, "o", ms=9, color="white", mec=colour, mew=2.4)
     _draw_runs(axes, y, value)
+    kept = f": {percent_interval(verdict.kept)} kept" if verdict.kept else ""
     style = {"va": "center", "color": INK, "size": 10, "annotation_clip": False}
-    axes.annotate(f"{verdict.verdict}\n{interval(value)}", (1.02, y), xycoords=("axes fraction", "data"), **style)
+    axes.annotate(f"{verdict.verdict}{kept}\n{interval(value)}", (1.02, y), xycoords=("axes fraction", "data"), **style)
 
 
 def methods(measured: Methods, title: str, path: str | Path) -> None:
@@ -193,6 +205,7 @@ def survival_finding(rows: Sequence[tuple[str, str]], several: bool, gain: str) 
         return f"{gain} under {len(rows)} variants and schemes: {counts}"
     sentences = {
         "survives": "{gain} survives {}",
+        "reduced": "{gain} is reduced under {}",
         "lost": "{gain} is lost under {}",
         "inconclusive": "whether {gain} survives {} is inconclusive",
     }

@@ -37,11 +37,11 @@ def fitting(inputs: Iterable[int]) -> int | None:
 def of(folder: Path | str, wanted: Wanted) -> int:
     """Return the group size for a checkpoint: the one that is wanted, or under `auto` the largest that fits.
 
-    Where none fits it is the smallest, which the check of the scheme then refuses with the layer's name.
+    Where none fits it is the usual one, which the check of the scheme then refuses with the layer's name.
     """
     if wanted != AUTO:
         return int(wanted)
-    return fitting(widths(folder)) or SIZES[-1]
+    return fitting(widths(folder)) or USUAL
 
 
 def stored(quantization: Mapping[str, Any] | None) -> int | None:

@@ -11,7 +11,7 @@ import yaml
 from pydantic import JsonValue, field_validator
 
 from qrl import names as known
-from qrl.recipe.base import NO_KEY, Count, Fraction, NoKey, NotInKey, Section, Selection, once, one_of, option
+from qrl.recipe.base import JUDGES, NO_KEY, Count, Limit, NoKey, NotInKey, Section, Selection, once, one_of, option
 from qrl.recipe.stages import DEFAULT, Stage, completed
 from qrl.recipe.training import Merge, Rollout, Train, Watch
 
@@ -79,12 +79,14 @@ class Evaluate(Section):
     batch_size: Count = option(256, "prompts decoded together")
     max_new_tokens: Count = option(128, "longest answer, in tokens")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute dtype; auto: bf16 on a GPU, fp32 on a CPU")
-    min_eos_rate: Fraction = option(0.95, "smallest share of answers that end with the end token")
-    max_truncation_rate: Fraction = option(0.05, "largest share of answers cut at evaluate.max_new_tokens")
-    min_parse_rate: Fraction = option(0.90, "smallest share of answers in the required format")
-    max_prompt_leak_rate: Fraction = option(0.01, "largest share of answers that repeat chat markers or the question")
-    max_grader_fault_rate: Fraction = option(0.01, "largest share of answers with too much grader time or memory")
-    samples_logged: Count = option(20, "completions in the table of each cell's run")
+    min_eos_rate: Limit = option(0.95, "smallest share of answers that end with the end token")
+    max_truncation_rate: Limit = option(0.05, "largest share of answers cut at evaluate.max_new_tokens")
+    min_parse_rate: Limit = option(0.90, "smallest share of answers in the required format")
+    max_prompt_leak_rate: Limit = option(
+        0.01, "largest share of answers that go on with a new prompt: chat markers, or the question"
+    )
+    max_grader_fault_rate: Limit = option(0.01, "largest share of answers with too much grader time or memory")
+    samples_logged: Annotated[Count, JUDGES] = option(20, "completions in the table of each cell's run")
     selection: Selection = option(
         "random", "held-out questions to take: random (drawn by the seed) or first (the first rows of the file)"
     )
@@ -120,7 +122,7 @@ class Compare(Section):
     """What counts as survival of the gain."""
 
     margin: float | None = option(
-        None, "loss of gain that still counts as survival; default: half the gain, at least 0.02", gt=0, lt=1
+        None, "loss of gain that still counts as survival; default: a tenth of the gain, at least 0.01", gt=0, lt=1
     )
 
 
@@ -129,6 +131,9 @@ class Promote(Section):
 
     min_gain: float = option(0.0, "least gain, as of grpo over base: its lower 95 % bound must be above", ge=-1, lt=1)
     max_loss: float = option(0.05, "largest loss, as of awq to grpo: lower 95 % bound above minus this", gt=0, le=1)
+    min_gain_kept: float | None = option(
+        None, "least share of the gain that a quantized stage keeps, by its lower 95 % bound; 0.8: 80 %", gt=0, le=1
+    )
     max_length_growth: float | None = option(
         None, "largest growth of tokens per answer against the stage before, by its upper 95 % bound; 0.2: 20 %", ge=0
     )
@@ -225,11 +230,14 @@ class Recipe(Section):
                 values |= {f"{key}.{name}": as_text(inner) for name, inner in value.items()}
         return values
 
-    def key_settings(self, *sections: str) -> dict[str, str]:
-        """Return the part of `flat` that a cache key covers: of the top level, and of the sections named."""
+    def key_settings(self, *sections: str, judging: bool = True) -> dict[str, str]:
+        """Return the part of `flat` that a cache key covers: of the top level, and of the sections named.
+
+        `judging` as in `Section.in_key`.
+        """
         covered = {key for key in self.in_key() if not isinstance(getattr(self, key), Section)}
         for section in (*sections, _ALWAYS):
-            covered |= {f"{section}.{name}" for name in getattr(self, section).in_key()}
+            covered |= {f"{section}.{name}" for name in getattr(self, section).in_key(judging=judging)}
         return {key: value for key, value in self.flat().items() if key in covered}
 
 

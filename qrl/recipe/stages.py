@@ -24,6 +24,7 @@ class Stage(Section):
     loss_to: str | None = option(None, "earlier stage to lose less than max_loss to; default: made_from, if quantized")
     min_gain: float | None = option(None, "default: promote.min_gain", ge=-1, lt=1)
     max_loss: float | None = option(None, "default: promote.max_loss", gt=0, le=1)
+    min_gain_kept: float | None = option(None, "default: promote.min_gain_kept, if quantized", gt=0, le=1)
     mlflow: Literal["None", "Staging", "Production"] | None = option(
         None, "MLflow's stage; default: Production for the last, Staging for the one before it, None for the others"
     )

@@ -8,7 +8,8 @@ were made from the version at an earlier stage. `gain_over` and `loss_to` name t
     grpo   grpo:full, made from the base version; the lower bound of its paired gain is above `promote.min_gain`
     awq    grpo:awq, made from the grpo version; its loss against that is smaller than `promote.max_loss`
 
-With `promote.max_length_growth`, the tokens per answer of a stage made from another may not grow by more than that.
+With `promote.min_gain_kept`, a quantized stage must keep that share of the gain. With `promote.max_length_growth`, the
+tokens per answer of a stage made from another may not grow by more than that.
 Bounds are those of the two-sided 95 % interval, the one that the table prints. What cannot be compared (a bound that is
 NaN, an empty digest, another task) counts as not shown and is refused.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 
 from qrl.recipe.stages import Stage
 from qrl.stats import Estimate, signed
-from qrl.stats.text import interval
+from qrl.stats.text import interval, percent_interval
 from qrl.tracking.cells import Evaluated
 
 _Check = tuple[bool, str, dict[str, float | str]]  # passed, the reason, what was compared
@@ -63,6 +64,8 @@ def decide(
     differences: Sequence[Comparison] = (),
     growth: Estimate | None = None,
     max_growth: float | None = None,
+    kept: Estimate | None = None,
+    min_kept: float | None = None,
     min_n: int = 1,
 ) -> Decision:
     """Decide on a stage: by cell, health, digest and lineage, by task, and by every difference that the stage asks for.
@@ -77,9 +80,11 @@ def decide(
         differences: as the stage asks for; without them, only another task can have kept them from being computed.
         growth: relative change of tokens per answer against the version at `stage.made_from`.
         max_growth: `promote.max_length_growth`; None sets no limit.
+        kept: the share of the gain that is kept; None if no gain is shown at full precision.
+        min_kept: the least share that the stage asks for; None asks for none.
         min_n: `promote.min_n`, the least number of questions.
     """
-    checks = [_cell(stage, cell), _health(cell.broken), _digest(cell.digest, version_digest)]
+    checks = [_cell(stage, cell), _health(cell), _digest(cell.digest, version_digest)]
     checks += [_few(cell.n, min_n)] if cell.n < min_n else []
     checks += [_itself(cell.digest, before_digest)] if stage.made_from is None else []
     checks += [_lineage(parent, before_digest, stage.made_from)] if stage.made_from else []
@@ -88,6 +93,7 @@ def decide(
         raise ValueError(f"Stage {stage.stage} needs a difference to each stage that it is compared with.")
     checks += [*others, *map(_bound, differences)]
     checks += [_length(stage.made_from, growth, max_growth)] if stage.made_from and max_growth is not None else []
+    checks += [_kept(kept, min_kept)] if min_kept is not None else []
     facts = {key: value for _, _, compared in checks for key, value in compared.items()}
     reasons = tuple(reason for _, reason, _ in sorted(checks, key=lambda check: check[0]))  # failed ones first
     return Decision(stage.stage, all(passed for passed, _, _ in checks), reasons, facts)
@@ -114,9 +120,15 @@ def _itself(digest: str, base: str) -> _Check:
     return False, f"{made}: give the base's own evaluation.", {"base_digest": base}
 
 
-def _health(broken: Sequence[str]) -> _Check:
-    unhealthy = f"The evaluation was unhealthy, so its accuracy does not count: {'; '.join(broken)}."
-    return not broken, unhealthy if broken else "The evaluation was healthy.", {"broken_limits": float(len(broken))}
+def _health(cell: Evaluated) -> _Check:
+    broken = cell.broken
+    facts: dict[str, float | str] = {"broken_limits": float(len(broken))}
+    if not broken:
+        return True, "The evaluation was healthy.", facts
+    unhealthy = "The evaluation was unhealthy, so its accuracy does not count"
+    if cell.unhealthy:
+        unhealthy = f"Quantization made the answers unhealthy ({cell.unhealthy}), and such a cell holds no stage"
+    return False, f"{unhealthy}: {'; '.join(sentence.rstrip('.') for sentence in broken)}.", facts
 
 
 def _few(n: int, least: int) -> _Check:
@@ -150,6 +162,19 @@ def _bound(compared: Comparison) -> _Check:
     reason = f"The {name} is {interval(value)} on n = {value.n} questions; its lower 95 % bound is {where}."
     facts = {key: value.estimate, f"{key}_low": value.low, f"{key}_high": value.high, f"{key}_to": compared.stage}
     return passed, reason, {**facts, "n": float(value.n), "limit": limit}
+
+
+def _kept(share: Estimate | None, least: float) -> _Check:
+    """Check the share of the gain that is kept; where no gain is shown at full precision, no share of it is."""
+    if share is None:
+        return False, "No gain is shown at full precision, but promote.min_gain_kept asks for a share of it.", {}
+    passed = share.low >= least
+    where = f"{'not below' if passed else 'below'} {100 * least:g} %"
+    reason = (
+        f"It keeps {percent_interval(share)} of the gain on n = {share.n} questions; the lower 95 % bound is {where}."
+    )
+    facts = {"gain_kept": share.estimate, "gain_kept_low": share.low, "gain_kept_high": share.high}
+    return passed, reason, {**facts, "min_gain_kept": least}
 
 
 def _length(before: str, value: Estimate | None, limit: float) -> _Check:

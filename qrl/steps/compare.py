@@ -12,9 +12,9 @@ import click
 
 from qrl import compare as room
 from qrl import figures, names
+from qrl.compare import missing as absent
 from qrl.compare import notes, ranking, sizes
 from qrl.errors import BadInput, VerdictFailed
-from qrl.evaluate import groups
 from qrl.files import tables
 from qrl.recipe import Recipe
 from qrl.stats.text import interval
@@ -51,7 +51,7 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
     ):
         tables.join(rows, work / names.QUESTIONS, {"scheme": names.scheme})
         found = [*notes_on(comparison), *notes.of_updates(_stored(cells))]
-        text = write(comparison, work, found, appendix=groups.markdown(frame))
+        text = write(comparison, work, found)
         if len(changed := comparison.changed_shown()):
             contents.log_table(changed, Path(names.CHANGED_JSON).stem)  # the folder's file; marks it as a table
         contents.log_folder(work)
@@ -112,30 +112,31 @@ def files(
     rank: bool,
     out: str,
     failing: Sequence[str],
+    missing: str | None = None,
     **given: Any,
 ) -> None:
     """Write the table of `compare`, or of `methods` to `rank`, for files or cells of the store; log nothing.
 
     `given` are columns, where and reference, as for `read_questions`, and metric and filter, as for `read_logs`;
-    `failing` as for `check_verdicts`.
+    `failing` as for `check_verdicts`, `missing` as for `from_questions`.
     """
     of_logs = {name: given.pop(name) for name in ("metric", "filter")}
     if questions:
         evidence = room.read_questions(questions, **given, whole=False)
     elif logs:
-        evidence = room.read_logs(logs, reference=given["reference"], **of_logs)
+        evidence = room.read_logs(logs, reference=given["reference"], **of_logs, missing=missing)
     elif not counts:
         evidence = _answers(cells)
     margin = recipe.compare.margin
     comparison = None
     kept = notes.of_updates(_stored(cells)) if not (questions or logs or counts) else []
     if rank:
-        text = write_methods(ranking.measure(evidence), Path(out))
+        text = write_methods(ranking.measure(absent.filled(evidence, missing)), Path(out))
     else:
         if counts:
             comparison = room.from_counts(room.read_counts(counts), margin=margin, reference=given["reference"])
         else:
-            comparison = room.from_questions(evidence, margin=margin)
+            comparison = room.from_questions(evidence, margin=margin, missing=missing)
         text = write(comparison, Path(out), [*notes_on(comparison), *kept])
     click.echo(text)
     click.echo(f"Written to {out}: {METHODS_FILES if rank else TABLE_FILES}.", err=True)
@@ -185,19 +186,18 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
         outcome.compared(recipe, cells)
 
 
-def write(comparison: room.Comparison, out: Path, found: Sequence[str] = (), *, appendix: str = "") -> str:
+def write(comparison: room.Comparison, out: Path, found: Sequence[str] = ()) -> str:
     """Write table.md, table.json, notes.json, changed answers, figures; return the first's text.
 
     Args:
         comparison: of all cells.
         out: a folder.
         found: notes, which follow the tables.
-        appendix: Markdown to add at the end.
 
     Raises:
         BadInput: `out` cannot be written to.
     """
-    text = "\n".join(filter(None, (comparison.markdown(), notes.markdown(found), appendix)))
+    text = "\n".join(filter(None, (comparison.markdown(), notes.markdown(found))))
     document = json.dumps(comparison.table_json(), indent=2) + "\n"
     documents = {names.TABLE_MD: text, names.TABLE_JSON: document}
     if found:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pandas as pd
 
-from qrl import checkpoint, names, registry, source, stats, tasks
+from qrl import checkpoint, compare, names, registry, source, stats, tasks
 from qrl.compare.validate import check_compatible
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.evaluate import scores
@@ -194,8 +194,8 @@ def _measured(cell: Evaluated, stage: Stage) -> Evaluated:
         return cell
     if not cell.rows:
         raise GateRefused(
-            f"Stage {stage.stage} is refused: run {cell.run_id} has no record of its rows, as a cell has that ended in "
-            "health: evaluate it again."
+            f"Stage {stage.stage} is refused: run {cell.run_id} has no record of its rows, as an evaluated cell has: "
+            "evaluate it again."
         )
     accuracy, broken = scores.again(cells.rows([cell.run_id]), cell.limits)
     measured = {"accuracy": accuracy.estimate, "stderr": accuracy.stderr, "n": accuracy.n}
@@ -215,25 +215,67 @@ def _decide(
     least = recipe.promote.min_n
     if isinstance(before, Ancestor):
         return gate.decide(stage, candidate, digest, before_digest=before.digest, min_n=least)
-    asked = {True: stage.gain_over, False: stage.loss_to}
-    most = recipe.promote.max_length_growth
-    needed = {*asked.values(), stage.made_from if most is not None else None} - {None}
-    others = {other: _evaluation(registry.resolve(past.name, other, past), other) for other in sorted(needed)}
-    by_stage = {other: cell.task for other, cell in others.items() if cell.task and candidate.task}
-    differences, lengths = [], {}
-    if all(task == candidate.task for task in by_stage.values()):
-        limits = {True: stage.min_gain, False: stage.max_loss}
-        usual = {True: recipe.promote.min_gain, False: recipe.promote.max_loss}
-        for gain, other in asked.items():
-            if other:
-                shown = other if gain or others[other].scheme != names.FULL else f"{other} at full precision"
-                limit = usual[gain] if limits[gain] is None else limits[gain]
-                difference, _ = _changes(candidate, others[other])
-                differences.append(gate.Comparison(other, shown, difference, limit, gain))
-        if most is not None:
-            lengths = {"max_growth": most, "growth": _changes(candidate, others[stage.made_from])[1]}
+    max_growth = recipe.promote.max_length_growth
+    compared_with = {stage.gain_over, stage.loss_to, stage.made_from if max_growth is not None else None} - {None}
+    others = {name: _evaluation(registry.resolve(past.name, name, past), name) for name in sorted(compared_with)}
+    tasks_by_stage = {name: cell.task for name, cell in others.items() if cell.task and candidate.task}
+    checks: dict[str, Any] = {"tasks": tasks_by_stage}
+    if all(task == candidate.task for task in tasks_by_stage.values()):
+        checks["differences"] = _differences(recipe, stage, candidate, others)
+        if max_growth is not None:
+            checks |= {"max_growth": max_growth, "growth": _changes(candidate, others[stage.made_from])[1]}
+        min_kept = recipe.promote.min_gain_kept if stage.min_gain_kept is None else stage.min_gain_kept
+        if min_kept is not None and stage.scheme != names.FULL:
+            checks |= {"min_kept": min_kept, "kept": _gain_kept(candidate, past)}
     made = {"parent": _made_from(candidate, before), "before_digest": before.digest, "min_n": least}
-    return gate.decide(stage, candidate, digest, **made, tasks=by_stage, differences=differences, **lengths)
+    return gate.decide(stage, candidate, digest, **made, **checks)
+
+
+def _differences(
+    recipe: Recipe, stage: Stage, candidate: Evaluated, others: dict[str, Evaluated]
+) -> list[gate.Comparison]:
+    """Return the candidate's differences to the stages that its own asks it to be compared with."""
+    found = []
+    if stage.gain_over:
+        gain, _ = _changes(candidate, others[stage.gain_over])
+        least = recipe.promote.min_gain if stage.min_gain is None else stage.min_gain
+        found.append(gate.Comparison(stage.gain_over, stage.gain_over, gain, least, gain=True))
+    if stage.loss_to:
+        other = others[stage.loss_to]
+        shown = f"{stage.loss_to} at full precision" if other.scheme == names.FULL else stage.loss_to
+        loss, _ = _changes(candidate, other)
+        most = recipe.promote.max_loss if stage.max_loss is None else stage.max_loss
+        found.append(gate.Comparison(stage.loss_to, shown, loss, most, gain=False))
+    return found
+
+
+def _gain_kept(candidate: Evaluated, past: History) -> stats.Estimate | None:
+    """Return the share of the gain that a quantized candidate keeps; None if no gain is shown at full precision.
+
+    The share needs four cells. They are those of the candidate's own `evaluate` step, or the ones with which versions
+    earned the model's stages.
+
+    Raises:
+        GateRefused: a cell was not evaluated, or not in health.
+    """
+    cells_at_hand = {f"{candidate.variant}:{candidate.scheme}": candidate}
+    for earned in past.state.at:
+        with contextlib.suppress(QrlError):  # a stage without an evaluation is no cell
+            cell = _evaluation(registry.resolve(past.name, earned, past), earned)
+            cells_at_hand.setdefault(f"{cell.variant}:{cell.scheme}", cell)
+    cells_at_hand = cells.beside(candidate) | cells_at_hand
+    needed = [
+        f"{variant}:{scheme}"
+        for variant in (names.BASE, candidate.variant)
+        for scheme in (names.FULL, candidate.scheme)
+    ]
+    if missing := [name for name in needed if name not in cells_at_hand]:
+        raise GateRefused(
+            f"promote.min_gain_kept needs the cells {', '.join(needed)}, but {', '.join(missing)} has no healthy "
+            "evaluation beside the candidate's: evaluate all four in one `evaluate`, and promote that run's cell."
+        )
+    frame = cells.rows([cells_at_hand[name].run_id for name in needed])
+    return compare.from_questions(frame).row(candidate.scheme, candidate.variant).gain_kept
 
 
 def _signed(decision: gate.Decision, version: versions.Version, signer: Any, public: str) -> gate.Decision:

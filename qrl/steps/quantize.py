@@ -13,7 +13,7 @@ from qrl import checkpoint, names, process, tasks
 from qrl import quantize as quantization
 from qrl.engine import device as devices
 from qrl.engine import hf
-from qrl.errors import BadInput
+from qrl.errors import Objections
 from qrl.formats import groups
 from qrl.quantize import calibration, error
 from qrl.quantize import settings as choices
@@ -40,12 +40,17 @@ def sources(recipe: Recipe, models: str | None) -> dict[str, checkpoint.Checkpoi
     Raises:
         BadInput: the list is malformed, a model is not a checkpoint, or one is already quantized.
     """
-    checkpoints = {}
+    checkpoints, objections = {}, Objections()
     for variant, address in chosen(recipe, models).items():
-        checkpoints[inputs.check_variant(variant)] = source = checkpoint.check(addresses.folder(address))
+        objections.check(inputs.check_variant, variant)
+        source = objections.check(lambda address=address: checkpoint.check(addresses.folder(address)))
+        if source is None:
+            continue
+        checkpoints[variant] = source
         if source.quantization:
-            raise BadInput(f"{address} is already quantized ({source.quantization}): use full-precision weights.")
-        inputs.check_chat(recipe, source.path)
+            objections.add(f"{address} is already quantized ({source.quantization}): use full-precision weights.")
+        objections.check(inputs.check_chat, recipe, source.path)
+    objections.insist()
     return checkpoints
 
 
@@ -53,8 +58,10 @@ def quantize(recipe: Recipe, schemes: tuple[str, ...], models: str | None) -> No
     """Quantize each model under each scheme, with the same settings and calibration questions, and log the results."""
     settings = [choices.of(scheme, recipe.quantize, recipe.seed) for scheme in schemes]
     checkpoints = sources(recipe, models)
+    objections = Objections()
     for source, chosen_settings in itertools.product(checkpoints.values(), settings):
-        quantization.check_fit(source.path, chosen_settings)
+        objections.check(quantization.check_fit, source.path, chosen_settings)
+    objections.insist()
     process.hush_transformers()
     device = devices.choose(recipe.device)
     texts = [Texts(recipe, chosen_settings, device) for chosen_settings in settings]

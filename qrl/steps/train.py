@@ -12,7 +12,7 @@ import pandas as pd
 from qrl import checkpoint, figures, names, process, source, tasks, tiny
 from qrl.engine import device as devices
 from qrl.engine import hf, memory
-from qrl.errors import BadInput
+from qrl.errors import BadInput, Objections
 from qrl.formats import groups
 from qrl.formats.kept import Kept
 from qrl.recipe import Recipe
@@ -174,10 +174,12 @@ def _bytes_stored(base: checkpoint.Checkpoint, dtype: str) -> int:
 def check_rollouts(recipe: Recipe) -> None:
     """Check that this machine can sample and train as the recipe says."""
     device = devices.choose(recipe.device)
+    objections = Objections()
     if recipe.train.trainer == "verl":
-        verl.check_recipe(recipe.train, recipe.rollout, recipe.watch)
-    parallel.check(recipe.train, device)
-    rollout.check(recipe.rollout, device, recipe.train)
+        objections.check(verl.check_recipe, recipe.train, recipe.rollout, recipe.watch)
+    objections.check(parallel.check, recipe.train, device)
+    objections.check(rollout.check, recipe.rollout, device, recipe.train)
+    objections.insist()
 
 
 def _warn(alarm: Alarm) -> None:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from qrl import checkpoint, cluster, evaluate, names, source, tasks
-from qrl.errors import BadInput, GateRefused
+from qrl.errors import BadInput, GateRefused, Objections, QrlError
 from qrl.formats import groups
 from qrl.recipe import Recipe
 from qrl.study import preflight
@@ -44,13 +44,19 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
 
     began = time.monotonic()
     check_checkout("study")
-    name = registry.registered_name(recipe)  # the last step would refuse a bad name
-    device, base = preflight.check(recipe, overrides, yes=yes)
-    teacher = checkpoint.check(addresses.folder(recipe.train.teacher)).digest if recipe.train.teacher else None
-    ahead = look_ahead("study", lambda dry_run: StudySteps(recipe, dry_run, device).cells(base, teacher))
-    if not ahead.empty:  # the last step would refuse a stage of another cell too
-        registry.check_declared(name, recipe.promote.declared)
-    preflight.rehearse(recipe, device, ahead, yes=yes)
+    objections = Objections()  # all that can be known before a model is loaded
+    name = objections.check(registry.registered_name, recipe)  # the last step would refuse a bad name
+    device, base = preflight.check(recipe, overrides, yes=yes, objections=objections)
+    taught_by = recipe.train.teacher
+    teacher = objections.check(lambda: checkpoint.check(addresses.folder(taught_by)).digest) if taught_by else None
+    ahead = None
+    if base:
+        ahead = objections.check(
+            look_ahead, "study", lambda dry_run: StudySteps(recipe, dry_run, device).cells(base, teacher)
+        )
+    if name and ahead and not ahead.empty:  # the last step would refuse a stage of another cell too
+        objections.check(registry.check_declared, name, recipe.promote.declared)
+    preflight.rehearse(recipe, device, ahead, yes=yes, objections=objections)
     begin_builds(ahead)
     store.prepare()
     shown = f"study of {Path(recipe.model).name} on {tasks.label(recipe.task)}"
@@ -59,9 +65,13 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
             overrides, run.info.run_id, 5 + len(side_by_side(recipe.quantize.schemes)) + recipe.train.adapter
         )
         steps = StudySteps(recipe, launcher, device)
-        models, cells = steps.cells(base, teacher)
-        steps.diagnose(base, models[f"{recipe.train.variant}:{names.FULL}"], models)
-        steps.compare(cells)
+        try:
+            models, cells = steps.cells(base, teacher)
+            steps.diagnose(base, models[f"{recipe.train.variant}:{names.FULL}"], models)
+            steps.compare(cells)
+        except QrlError:
+            report.leave(launcher)
+            raise
         report.show(recipe, launcher)
         try:
             stage = steps.promote(cells)

@@ -2,7 +2,7 @@
 
 A key covers the step's name, the settings that it reads, its inputs' digests, the device class, its environment file
 and the sources that can change its result. It does not cover the commit: a changed README must not retrain. A setting
-that can change no result is marked `NotInKey` in the recipe.
+that can change no result is marked `NotInKey` in the recipe; one that only judges a cell's answers, `Judges`.
 """
 
 import hashlib
@@ -81,14 +81,23 @@ def quantized(recipe: Recipe, scheme: str, model: str, device: str, *, group_siz
     sections = ("evaluate",) if texts == choices.ROLLOUTS else ()  # which says how the policy answers
     inputs = {"model": model, **{key: str(value) for key, value in settings.covered().items()}, "texts": str(texts)}
     recipe = recipe.model_copy(update={"seed": settings.seed})  # the recipe's own has no other part in it
-    return _key("quantize", recipe, sections, inputs, device, ENVIRONMENTS.get(scheme, CORE))
+    return _key("quantize", recipe, sections, inputs, device, ENVIRONMENTS.get(scheme, CORE), judging=False)
 
 
 def cell(recipe: Recipe, variant: str, scheme: str, model: str, device: str) -> str:
     """Return the key of a cell: the checkpoint with digest `model`, evaluated on the recipe's held-out questions."""
+    return _cell(recipe, variant, scheme, model, device, judging=True)
+
+
+def answers(recipe: Recipe, variant: str, scheme: str, model: str, device: str) -> str:
+    """Return the key of a cell's answers, arguments as for `cell`: other limits of health judge the same answers."""
+    return _cell(recipe, variant, scheme, model, device, judging=False)
+
+
+def _cell(recipe: Recipe, variant: str, scheme: str, model: str, device: str, *, judging: bool) -> str:
     inputs = {"model": model, "variant": variant, "scheme": scheme}
     environment = VLLM[device] if recipe.evaluate.engine == "vllm" else CORE
-    return _key("evaluate", recipe, ("evaluate",), inputs, device, environment)
+    return _key("evaluate", recipe, ("evaluate",), inputs, device, environment, judging=judging)
 
 
 def merged(recipe: Recipe, base: str, adapter: str, device: str) -> str:
@@ -107,11 +116,18 @@ def comparison(recipe: Recipe, cells: list[str]) -> str:
 
 
 def _key(
-    step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict[str, str], device: str, environment: Path = CORE
+    step: str,
+    recipe: Recipe,
+    sections: tuple[str, ...],
+    inputs: dict[str, str],
+    device: str,
+    environment: Path = CORE,
+    *,
+    judging: bool = True,
 ) -> str:
     parts = {
         "step": step,
-        **recipe.key_settings(*sections),
+        **recipe.key_settings(*sections, judging=judging),
         **{f"{INPUT}{name}": digest for name, digest in inputs.items()},
         "data": _data_digest(recipe.data),
         "device": device,

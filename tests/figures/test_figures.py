@@ -16,7 +16,11 @@ from qrl.figures import divergence as of_behaviour
 from qrl.figures import weights as of_weights
 from qrl.steps import compare as steps_compare
 
-COUNTS = {"n": 1000, "base": {"full": 680, "nf4": 650, "awq": 580}, "grpo": {"full": 820, "nf4": 780, "awq": 600}}
+COUNTS = {
+    "n": 10000,
+    "base": {"full": 6800, "nf4": 6500, "awq": 5800},
+    "grpo": {"full": 8200, "nf4": 7950, "awq": 6000},
+}
 
 
 def is_picture(path):
@@ -202,7 +206,11 @@ def test_the_report_of_a_study_holds_all_of_it(tmp_path, table):
     assert dots["error_y"]["array"][dots["x"].index("nf4")] == pytest.approx(cell["high"] - cell["accuracy"])
     survival = table["awq"]["gain_survival"]
     row = next(trace for trace in drawn["figure0"]["data"] if trace["y"] == ["grpo · awq"])
-    assert row["x"] == [survival["estimate"]] and "lost, −0.120 [" in row["text"][0]
+    assert (
+        row["x"] == [survival["estimate"]]
+        and row["text"][0].startswith("lost: ")
+        and "gain survival −0.120 [" in row["text"][0]
+    )
     assert drawn["figure0"]["layout"]["shapes"][-1]["x0"] == -table["awq"]["others"]["my own"]["margin"]
 
 
@@ -225,14 +233,15 @@ def test_a_table_from_before_the_renaming_is_reported(tmp_path, table):
 @pytest.mark.parametrize(
     ("counts", "parts"),
     [
-        ({"full": 820, "nf4": 780, "awq": 600}, ("gain survives nf4", "is lost under awq")),
-        ({"full": 684, "nf4": 660, "awq": 590}, ("nf4 and awq is inconclusive",)),
-        ({"full": 680}, ("changes by 0.000 [",)),
+        ({"full": 8200, "nf4": 7950, "awq": 6000}, ("gain survives nf4", "is lost under awq")),
+        ({"full": 8200, "nf4": 7950, "awq": 6800}, ("gain survives nf4", "is reduced under awq")),
+        ({"full": 6840, "nf4": 6600, "awq": 5900}, ("nf4 and awq is inconclusive",)),
+        ({"full": 6800}, ("changes by 0.000 [",)),
     ],
 )
 def test_the_headline_states_the_verdicts(tmp_path, counts, parts):
     before = {scheme: COUNTS["base"][scheme] for scheme in counts}
-    steps_compare.write(compare.from_counts({"n": 1000, "base": before, "grpo": counts}), tmp_path)
+    steps_compare.write(compare.from_counts(COUNTS | {"base": before, "grpo": counts}), tmp_path)
     title = cards.headline(json.loads((tmp_path / "table.json").read_text()))
     assert all(part in title for part in parts)
 

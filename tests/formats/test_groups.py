@@ -64,9 +64,9 @@ def test_the_largest_size_that_divides_every_width_is_taken(inputs, size):
     assert groups.fitting(inputs) == size
 
 
-def test_a_model_without_such_a_size_gets_the_smallest_which_its_check_then_refuses(tmp_path):
+def test_a_model_without_such_a_size_gets_the_usual_one_which_its_check_then_refuses(tmp_path):
     folder = folder_of({"model.layers.0.mlp.up_proj.weight": (64, 200)}, tmp_path)
-    assert groups.of(folder, "auto") == 32
+    assert groups.of(folder, "auto") == 128
 
 
 SMALL = {"hidden_size": 96, "num_hidden_layers": 1, "num_attention_heads": 3, "vocab_size": 64}

@@ -71,6 +71,20 @@ def test_the_loss_to_awq_decides(low, max_loss, passed):
     assert awq(low, max_loss=max_loss).passed is passed
 
 
+@pytest.mark.parametrize(("low", "passed"), [(0.8, True), (0.79, False), (math.nan, False)])
+def test_the_lower_bound_of_the_share_that_is_kept_decides(low, passed):
+    decision = awq(-0.01, kept=Estimate(0.9, 0.04, low, 0.98, 2000), min_kept=0.8)
+    assert decision.passed is passed
+    reason = next(reason for reason in decision.reasons if "of the gain" in reason)
+    assert "n = 2000" in reason and ("90 % [79, 98]" in reason or low != 0.79)
+    assert decision.facts["min_gain_kept"] == 0.8
+
+
+def test_where_no_gain_is_shown_no_share_of_it_is_kept():
+    decision = awq(-0.01, kept=None, min_kept=0.8)
+    assert not decision.passed and "No gain is shown" in decision.reasons[0]
+
+
 @pytest.mark.parametrize(
     ("decision", "reason"),
     [

@@ -325,6 +325,24 @@ def test_the_growth_of_answers_is_paired_by_question_and_unknown_without_lengths
     assert promoting._changes(replace(cell, run_id="old"), cell)[1] is None
 
 
+def test_a_least_share_of_the_gain_needs_four_cells_and_its_lower_bound(evaluated):
+    base = evaluated("base:full", right=2)
+    grpo = evaluated("grpo:full", parent=base[1], changed="a", right=17)
+    awq = evaluated("grpo:awq", parent=grpo[1], changed="b", right=16)
+    free = {"promote.min_gain": "-0.9", "promote.max_loss": "1"}
+    promoting.promote(recipe.load(overrides=free), ["base", "grpo"], [base[0], grpo[0]])
+    most = recipe.load(overrides=free | {"promote.min_gain_kept": "0.99"})
+    with pytest.raises(GateRefused, match=r"needs the cells .* but base:awq has no healthy evaluation"):
+        promoting.promote(most, ["awq"], [awq[0]])
+    beside = evaluated("base:awq", parent=base[1], changed="c", right=2)
+    mlflow.MlflowClient().set_tag(beside[0], runs.PARENT, cells.read(awq[0]).step)
+    with pytest.raises(GateRefused, match=r"It keeps 94 % \[.* is below 99 %"):
+        promoting.promote(most, ["awq"], [awq[0]])
+    half = recipe.load(overrides=free | {"promote.min_gain_kept": "0.4"})
+    promoting.promote(half, ["awq"], [awq[0]])
+    assert registry.resolve("qrl-my-llama", "awq").gate("awq").bounds["min_gain_kept"] == 0.4
+
+
 QAT = "base=base:full,qat=qat-int4:full,int4=qat-int4:rtn-int4"
 
 

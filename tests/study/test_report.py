@@ -16,7 +16,7 @@ from qrl.study.launch import Launcher, Result
 from qrl.tracking import contents
 from qrl.tracking.reuse import Outputs
 
-COUNTS = {"n": 1000, "base": {"full": 680, "nf4": 650}, "grpo": {"full": 820, "nf4": 780}}
+COUNTS = {"n": 10000, "base": {"full": 6800, "nf4": 6500}, "grpo": {"full": 8200, "nf4": 7950}}
 
 
 def test_the_ui_is_opened_on_the_store_that_was_used_from_any_folder():
@@ -71,7 +71,7 @@ def test_a_studys_page_links_its_report_and_figures_and_marks_reused_steps(study
     assert steps[2].run_id in text and text.count("(reused)") == 1
     assert run.data.metrics["study/seconds"] == 60
     html = contents.artifact(launcher.run_id, names.REPORT).read_text()
-    for part in ("qrl-tiny", "arithmetic", "1,000 held-out", "mlflow 3", "Verdicts</h2>", "Training</h2>"):
+    for part in ("qrl-tiny", "arithmetic", "10,000 held-out", "mlflow 3", "Verdicts</h2>", "Training</h2>"):
         assert part in html
     assert "Gates and versions" not in html  # none decided in this study
 

@@ -72,6 +72,24 @@ def test_the_temperature_of_greedy_answers_is_in_no_key():
     assert evaluated() != sampled != evaluated(evaluate__samples="2", evaluate__temperature="0.5")
 
 
+def test_limits_of_health_are_in_the_key_of_a_result_and_not_of_its_answers():
+    def answered(**overrides: str) -> str:
+        own = recipe.load("tiny", {key.replace("__", "."): value for key, value in overrides.items()})
+        return keys.answers(own, "base", "full", "digest", "cpu")
+
+    judging = [name for name in recipe.Evaluate.model_fields if name.endswith("_rate")]
+    assert len(judging) == 5
+    for name in (*judging, "samples_logged"):
+        changed = {f"evaluate__{name}": "1"}
+        assert answered() == answered(**changed) and evaluated() != evaluated(**changed)
+    assert len({answered(), answered(evaluate__n="7"), answered(seed="1"), evaluated()}) == 4
+    own = [
+        recipe.load("tiny", {"quantize.calibration": "rollouts", **more})
+        for more in ({}, {"evaluate.min_eos_rate": "0"})
+    ]
+    assert len({keys.quantized(each, "gptq", "d", "cpu") for each in own}) == 1  # how a policy answers, no more
+
+
 def test_the_memory_of_an_engine_that_answers_is_in_no_key():
     assert evaluated() == evaluated(evaluate__gpu_memory_utilization="0.5")
     assert evaluated() != evaluated(evaluate__batch_size="7")
