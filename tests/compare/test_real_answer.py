@@ -376,3 +376,17 @@ def test_rl_on_gsm8k_begins_with_the_model_after_sft(tmp_path):
     assert "base:full=models:/m-train-base-2" in commands["evaluate-base-2"]["--cells"]
     assert f"pretrained:full={tiny.PATH}" in commands["evaluate-base-2"]["--cells"]
     assert {options["--data"] for options in commands.values()} == {"DATA"}
+
+
+def test_the_recipes_have_the_settings_of_the_design():
+    folder = Path(run.__file__).parent
+    sums, gsm8k = (recipes.load(str(folder / f"{task}.yaml")) for task in ("sums", "gsm8k"))
+    assert tuple(sums.quantize.schemes) == summary.SCHEMES == tuple(gsm8k.quantize.schemes)
+    assert (sums.train.steps, sums.train.prompts_per_step, sums.train.generations) == (100, 32, 16)
+    assert (sums.train.learning_rate, sums.train.max_completion_tokens, sums.train.beta) == (1e-5, 96, 0.0)
+    assert (gsm8k.train.steps, gsm8k.train.prompts_per_step, gsm8k.train.generations) == (120, 32, 8)
+    assert (gsm8k.train.learning_rate, gsm8k.train.max_completion_tokens, gsm8k.task) == (5e-6, 300, "gsm8k")
+    for recipe, n in ((sums, 2000), (gsm8k, 1319)):
+        assert recipe.evaluate.n == n and recipe.evaluate.engine == "vllm" and recipe.evaluate.unpacked
+        assert recipe.quantize.group_size == 64 and recipe.quantize.calibration_samples == 128
+        assert recipe.train.dtype == "bf16" and recipe.train.store_dtype == "auto"
