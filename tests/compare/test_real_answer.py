@@ -315,6 +315,9 @@ class Planned(Commands):
         super().__init__(folder, 1)
         self.words: dict[str, tuple[str, ...]] = {}
 
+    def folder_of(self, address: str) -> Path:
+        return Path(address.replace("models:/m-", "/store/"))
+
     def _run(self, step: str, name: str, words: tuple[str, ...], rank: int) -> bool:
         assert name not in self.words
         self.words[name] = (step, *words)
@@ -350,7 +353,7 @@ def test_a_seed_of_sums_is_trained_quantized_and_evaluated_as_the_design_says(tm
     assert commands["train-sft-2"]["--train.learning_rate"] == "3e-5"
     assert commands["merge-2"]["--adapter"] == "models:/m-train-lora-2"
     distilled = commands["train-qad-int4-2"]
-    assert distilled["--model"] == distilled["--train.teacher"] == "models:/m-train-grpo-2"
+    assert distilled["--model"] == "/store/train-grpo-2" and distilled["--train.teacher"] == "models:/m-train-grpo-2"
     cells = {
         cell.partition("=")[0]
         for options in commands.values()
@@ -372,7 +375,7 @@ def test_a_seed_of_sums_is_trained_quantized_and_evaluated_as_the_design_says(tm
 def test_rl_on_gsm8k_begins_with_the_model_after_sft(tmp_path):
     commands = planned(tmp_path, ["grpo", "base"], "gsm8k", "DATA")
     assert commands["train-base-2"]["--train.algorithm"] == "sft" and commands["train-base-2"]["--train.steps"] == "350"
-    assert commands["train-grpo-2"]["--model"] == "models:/m-train-base-2"
+    assert commands["train-grpo-2"]["--model"] == "/store/train-base-2"  # `--model` takes a folder
     assert "base:full=models:/m-train-base-2" in commands["evaluate-base-2"]["--cells"]
     assert f"pretrained:full={tiny.PATH}" in commands["evaluate-base-2"]["--cells"]
     assert {options["--data"] for options in commands.values()} == {"DATA"}

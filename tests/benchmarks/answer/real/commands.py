@@ -13,7 +13,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[4]))
+
 from filelock import FileLock
+
+from qrl.tracking import addresses
 
 ROOT = Path(__file__).parents[4]
 THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}  # of a command: many run side by side
@@ -111,6 +115,15 @@ class Commands:
                 done.touch()
         printed = RESULT.findall(out.read_text())
         return printed[-1].rstrip(",") if printed else ""
+
+    def folder_of(self, address: str) -> Path:
+        """Return the folder of a model: of one in the store, or the folder that the address is."""
+        if not address.startswith("models:/"):
+            return Path(address)
+        import mlflow
+
+        mlflow.set_tracking_uri(self.store)
+        return Path(addresses.folder(address))
 
     def path(self, file: str) -> Path:
         """Return the path of a log."""

@@ -30,7 +30,6 @@ from commands import Commands
 from qrl import names, tiny
 from qrl import recipe as recipes
 from qrl.errors import QrlError
-from qrl.tracking import addresses
 
 GRPO, SFT, BASE, FULL = names.GRPO, names.SFT, names.BASE, names.FULL
 LORA, QAT, QAD = "lora", "qat-int4", "qad-int4"
@@ -225,7 +224,7 @@ class Study:
             model = self.trained(variant, seed)
             if nf4 and model:
                 out = self.commands.folder / "layers" / f"{variant}-{seed}"
-                folders = layers.write(*(self._folder(address) for address in (model, nf4)), out)
+                folders = layers.write(self.commands.folder_of(model), self.commands.folder_of(nf4), out)
                 cells |= {f"{variant}-keep-{label}:{FULL}": str(folder) for label, folder in folders.items()}
         if cells:
             self._evaluate(f"evaluate-layers-{seed}", seed, cells)
@@ -302,7 +301,8 @@ class Study:
         return done
 
     def _words(self, model: str, seed: int) -> tuple[str, ...]:
-        return ("--recipe", str(self.recipe), "--model", model, "--seed", str(seed), *self._data)
+        folder = str(self.commands.folder_of(model))  # a recipe takes no address of the store
+        return ("--recipe", str(self.recipe), "--model", folder, "--seed", str(seed), *self._data)
 
     def _short(self, words: tuple[str, ...]) -> tuple[str, ...]:
         """Return options without those that make a training long, for --check."""
@@ -311,12 +311,6 @@ class Study:
         pairs = zip(words[::2], words[1::2], strict=True)
         long = ("--train.steps", "--train.prompts_per_step")
         return tuple(word for pair in pairs if pair[0] not in long for word in pair)
-
-    def _folder(self, address: str) -> Path:
-        import mlflow
-
-        mlflow.set_tracking_uri(self.commands.store)
-        return Path(addresses.folder(address))
 
 
 def _scheme(cell: str) -> str:
