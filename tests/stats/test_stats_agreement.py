@@ -12,11 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from statsmodels.stats.contingency_tables import mcnemar
 from statsmodels.stats.multitest import multipletests
-from statsmodels.stats.power import NormalIndPower, TTestPower
+from statsmodels.stats.power import NormalIndPower
 from statsmodels.stats.proportion import proportion_confint
 
 from qrl import stats
-from qrl.plan import Assumptions, power
 from qrl.stats import verdict
 
 CLOSE = {"rel": 1e-9, "abs": 1e-9}
@@ -104,27 +103,6 @@ def test_clustered_accuracy_too(rows):
     assume(len(set(clusters)) > 1 and np.ptp(correct) > 0)
     fit = sm.OLS(correct, np.ones(len(correct))).fit(cov_type="cluster", cov_kwds={"groups": clusters.astype(int)})
     assert stats.rate(correct, clusters).stderr == pytest.approx(fit.bse[0], **CLOSE)
-
-
-@slow_at_first
-@given(gain=st.floats(0.02, 0.2), n=st.integers(20, 5000))
-def test_power_of_the_gain_is_the_one_sided_part_of_a_z_test(gain, n):
-    """One-sided, because a gain must be above 0; statsmodels' z test has infinite df, ours n − 1."""
-    assumed = Assumptions(gain=gain, drop=0.0).checked()
-    sd = math.sqrt(assumed.moments()[0, 0])
-    found = power.chance_shown(assumed, n)
-    alpha = 2 * scipy.stats.norm.sf(scipy.stats.t.ppf(0.975, n - 1))
-    expected = NormalIndPower(ddof=0).power(gain / sd, n, alpha / 2, ratio=0, alternative="larger")
-    assert found == pytest.approx(expected, **CLOSE)
-
-
-@pytest.mark.parametrize("seeds", [3, 5, 10, 20])
-def test_power_over_runs_with_questions_of_their_own_is_the_t_tests(seeds):
-    """To the accuracy of the integral over the spread, 0.003: statsmodels has the noncentral t itself."""
-    assumed = Assumptions(gain=0.05, drop=0.0, between_gain=0.03, own_questions=True).checked()
-    sd = math.sqrt(0.03**2 + assumed.moments()[0, 0] / 2000)
-    expected = TTestPower().power(0.05 / sd, seeds, 0.025, alternative="larger")
-    assert power.chance_shown(assumed, 2000, seeds) == pytest.approx(expected, abs=0.003)
 
 
 @slow_at_first
