@@ -15,7 +15,7 @@ import pytest
 
 from qrl import checkpoint, names, quantize, stats, tiny
 from qrl import recipe as recipes
-from qrl.errors import BadInput
+from qrl.errors import BadInput, QrlError
 from qrl.formats import stored
 from qrl.stats import Estimate
 
@@ -288,13 +288,18 @@ def test_the_address_that_a_step_prints_is_its_result(tmp_path):
     both = "base:nf4=models:/m-3,base:gptq=models:/m-4"
     printed = {
         "train": (f"Model loading took 1 s\nModel   models:/m-1, grpo in full precision\n{following}", "models:/m-1"),
-        "lora": (f"Adapter models:/m-2\n{following}", "models:/m-2"),
+        "lora": (f"Adapter runs:/2/adapter\n{following}", "runs:/2/adapter"),
         "quantize": (f"Models  {both}\n{following}", both),
     }
     for name, (text, address) in printed.items():
         commands.path(f"{name}.out").write_text(text)
         commands.path(f"{name}.done").touch()
         assert commands.run("train", name) == address
+    commands.path("silent.out").write_text("Done.\n")
+    commands.path("silent.done").touch()
+    with pytest.raises(QrlError, match=r"silent ended well, but .* does not say what it made"):
+        commands.run("train", "silent")
+    assert commands.run("evaluate", "silent") == ""
 
 
 def test_the_ratio_is_that_of_the_library(held):

@@ -17,12 +17,14 @@ sys.path.insert(0, str(Path(__file__).parents[4]))
 
 from filelock import FileLock
 
+from qrl.errors import QrlError
 from qrl.tracking import addresses
 
 ROOT = Path(__file__).parents[4]
 THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}  # of a command: many run side by side
 # What a step prints at its end (steps/outcome.py). Engines print lines of their own to the same place.
-RESULT = re.compile(r"^(?:Model|Adapter|Models) +(\S*models:/\S+)", re.MULTILINE)
+RESULT = re.compile(r"^(?:Model|Adapter|Models) +(\S*(?:models|runs):/\S+)", re.MULTILINE)
+MAKES = ("train", "merge", "quantize")  # steps that print a result
 
 
 class Slots:
@@ -106,6 +108,9 @@ class Commands:
         Returns:
             An address, or addresses as `variant:scheme=ADDRESS,…`; empty if the step prints none. None if the command
             failed, in this call or in a call before that waited, or was not begun.
+
+        Raises:
+            QrlError: the step ended well and did not print what it made.
         """
         out, done = self.path(f"{name}.out"), self.path(f"{name}.done")
         with FileLock(self.path(f"{name}.lock")):
@@ -114,6 +119,8 @@ class Commands:
                     return None
                 done.touch()
         printed = RESULT.findall(out.read_text())
+        if step in MAKES and not printed:
+            raise QrlError(f"{name} ended well, but {out} does not say what it made: look there.")
         return printed[-1].rstrip(",") if printed else ""
 
     def folder_of(self, address: str) -> Path:

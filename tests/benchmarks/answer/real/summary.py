@@ -39,7 +39,7 @@ from qrl import names
 from qrl import recipe as recipes
 from qrl.errors import BadInput
 from qrl.stats import Estimate, holm_by_key, signed
-from qrl.stats.text import interval, percent, table
+from qrl.stats.text import interval, percent_interval, table
 
 PRIMARY, RTN_INT4, LORA = names.NF4, "rtn-int4", "lora"
 SCHEMES = (  # of the design, in the tables' order
@@ -426,7 +426,7 @@ _rate = _shown(lambda value: f"{value.estimate:.3f} [{value.low:.3f}, {value.hig
 
 
 def _percent(value: Estimate | None) -> str:
-    return "not defined" if value is None else percent(value)
+    return "not defined" if value is None else percent_interval(value)
 
 
 def _ratio(value: Estimate) -> str:
