@@ -132,10 +132,10 @@ def _survival_title(rows: Sequence[tuple], several: bool) -> str:
 def _survival_note(comparison: Comparison) -> str:
     pairing = "paired" if comparison.paired else "independent cells"
     note = (
-        f"n = {comparison.n} questions, {pairing}. Thin bar: 95 % interval. Thick bar: between the one-sided 95 % bounds; "
-        "it decides:\nwholly left of the dotted line, the gain is lost; wholly right of the dashed line, it survives; "
-        "else wholly left of 0, it is reduced;\nelse the study is inconclusive. Both lines are estimates, and the verdict "
-        "includes their error. Right: share of the gain kept, gain survival."
+        f"n = {comparison.n} questions, {pairing}. Thin bar: 95 % interval. Thick bar: between the one-sided 95 % "
+        "bounds; it decides:\nwholly left of the dotted line, the gain is lost; wholly right of the dashed line, it "
+        "survives; else wholly left of 0, it is reduced;\nelse the study is inconclusive. Both lines are estimates; "
+        "the verdict includes their error. Right: share of the gain kept, gain survival."
     )
     if len(comparison.runs) > 1:
         note += f"\nMean of {len(comparison.runs)} seeds, intervals include the spread between seeds. Ticks: each seed."
