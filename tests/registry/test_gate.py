@@ -6,7 +6,7 @@ import math
 import pytest
 
 from qrl.recipe.stages import DEFAULT, Stage, completed
-from qrl.registry.gate import Comparison, decide
+from qrl.registry.gate import Comparison, GainKept, decide
 from qrl.stats import Estimate
 from qrl.tracking.cells import Evaluated
 
@@ -108,6 +108,25 @@ def test_the_growth_of_answers_is_limited_by_its_upper_bound_if_a_limit_is_set(h
         )
         assert decision.facts["length_growth_high"] == high
     assert awq(-0.02, growth=growth).passed  # no limit by default
+
+
+@pytest.mark.parametrize(("low", "least", "passed"), [(0.58, 0.5, True), (0.5, 0.5, True), (0.49, 0.5, False)])
+def test_the_share_of_the_gain_that_is_kept_decides_by_its_lower_bound(low, least, passed):
+    share = Estimate(0.62, 0.02, low, 0.66, 2000)
+    decision = awq(-0.02, gain_kept=GainKept(share, least))
+    assert decision.passed is passed and decision.facts["min_gain_kept"] == least
+    assert decision.facts["gain_kept_low"] == low
+    reason = next(reason for reason in decision.reasons if "of the gain" in reason)
+    assert f"62 % [{100 * low:.0f}, 66] of the gain on n = 2000 questions" in reason
+    assert f"is {'not below' if passed else 'below'} 50 %" in reason
+    assert awq(-0.02).passed  # no share is asked for by default
+
+
+def test_a_share_that_is_unknown_is_not_shown():
+    decision = awq(-0.02, gain_kept=GainKept(None, 0.5))
+    assert not decision.passed and "no gain is shown at full precision" in decision.reasons[0]
+    decision = awq(-0.02, gain_kept=GainKept(None, 0.5, ("base:full", "base:awq")))
+    assert not decision.passed and "no sealed evaluation of base:full, base:awq" in decision.reasons[0]
 
 
 def test_base_needs_no_gain():
