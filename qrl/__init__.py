@@ -8,7 +8,8 @@
     version = qrl.resolve("qrl-tiny", stage="Production")  # number, digest, address; nothing is loaded
     qrl.study("tiny")  # train, quantize, evaluate, compare: what `mlflow run .` does
 
-`examples/verdict.ipynb` is a notebook from answers to a verdict. Importing the package imports nothing heavy.
+`examples/verdict.ipynb` is a notebook from answers to a verdict. In a script, keep such calls below
+`if __name__ == "__main__":`, as in every script that starts processes. Importing the package imports nothing heavy.
 """
 
 from __future__ import annotations

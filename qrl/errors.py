@@ -1,7 +1,7 @@
 """Errors that carry a sentence for the user, and the exit code of each.
 
     QrlError            1  a step failed
-    ├── UnhealthyCell   1  a cell broke a health limit of the recipe; its accuracy does not count
+    ├── UnhealthyCell   1  a cell is void: its answers broke a limit of health, and its accuracy does not count
     ├── BadInput        2  the user can correct it: the sentence says what was wrong, what was expected, and what to do
     ├── GateRefused     3  a gate refused a promotion; every stage stays where it was
     └── VerdictFailed   3  `compare --fail-on` names a verdict that the comparison reached
@@ -10,8 +10,11 @@ The command line prints the sentence without a traceback, and the run keeps it i
 """
 
 import re
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 PANIC = "PanicException"  # the name of what pyo3 raises, no Exception, where a library in Rust fails
+_Seen = TypeVar("_Seen")
 _LONGEST, _LONGEST_WORD = 6000, 1000  # characters of a sentence, and of a name in it that somebody else chose
 
 
@@ -29,7 +32,7 @@ class QrlError(Exception):
 
 
 class UnhealthyCell(QrlError):
-    """A cell's completions broke a health limit, so its accuracy means nothing."""
+    """A cell is void: its answers broke a limit of health, and nothing shows that quantization did it."""
 
 
 class BadInput(QrlError):
@@ -48,6 +51,41 @@ class VerdictFailed(QrlError):
     """A scheme got a verdict on which the user wants `compare` to fail; the table is complete."""
 
     exit_code = 3
+
+
+class Objections:
+    """What speaks against a command, looked at in one go and told as one list."""
+
+    def __init__(self) -> None:
+        """Start without any."""
+        self.sentences: list[str] = []
+
+    def check(self, look: Callable[..., _Seen], *arguments: Any, **named: Any) -> _Seen | None:
+        """Return what `look` returns; keep the sentence of its BadInput and return None.
+
+        Another error is raised, unless there is an objection already: it may well follow from that one.
+        """
+        try:
+            return look(*arguments, **named)
+        except BadInput as error:
+            self.add(str(error))
+        except Exception:
+            if not self.sentences:
+                raise
+        return None
+
+    def add(self, *sentences: str) -> None:
+        """Keep sentences, each once."""
+        self.sentences += [sentence for sentence in dict.fromkeys(sentences) if sentence not in self.sentences]
+
+    def insist(self) -> None:
+        """Raise BadInput with all sentences; do nothing without any."""
+        if len(self.sentences) == 1:
+            raise BadInput(self.sentences[0])
+        if self.sentences:
+            raise BadInput(
+                "\n".join([f"{len(self.sentences)} things to correct:", *map("- {}".format, self.sentences)])
+            )
 
 
 def first_line(error: BaseException) -> str:

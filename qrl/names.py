@@ -22,6 +22,7 @@ COMPRESSED = (AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4, W8A16, W8A8, MXFP4A16, GPTQ_IN
 COMPRESSED += (MXFP8, FP8_BLOCK, W4AFP8, AUTOROUND, SPINQUANT)
 ROUNDED_PREFIX = "rtn-"  # round-to-nearest without a search, in a format of train.qat
 FORMATS = ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4", "int3", "int2")  # of train.qat
+GROUPED_FORMATS = ("int4", "int3", "int2")  # of them: the recipe chooses how many inputs share a scale
 ROUNDED = tuple(f"{ROUNDED_PREFIX}{name}" for name in (*FORMATS, "file"))
 RTN_FILE = ROUNDED[-1]  # in the format of a file, quantize.format
 QUANTIZED_SCHEMES = (*BITSANDBYTES, AWQ, *COMPRESSED, *ROUNDED)
@@ -60,6 +61,8 @@ TAG_EXIT_CODE = "qrl.exit_code"
 TAG_PID = "qrl.pid"  # host:pid:start of the run's process, to recognize a run whose process is dead
 TAG_SERVING = "qrl.serving"  # the version that a following server serves now, `qrl-tiny@3`
 TAG_REFUSED = "qrl.follow.refused"  # why a following server did not switch to a version
+TAG_ANSWERS_KEY = "qrl.answers_key"  # what a cell's answers depend on: its cache key without the limits of health
+TAG_UNHEALTHY = "qrl.unhealthy"  # which limits quantization made a cell break: it counts, and no gate lets it pass
 TAG_WATCH = "qrl.watch."  # and a watcher's name: its warning in a training run
 TAG_STOPPED = "qrl.stopped"  # the watcher that ended a training early, and the step
 
@@ -110,8 +113,12 @@ SECONDS = "step/seconds"  # logged only by a step that succeeds
 ENGINE = "engine"  # that generated the answers
 SETTINGS = "settings_digest"  # sha256 over a scheme's settings, libraries and calibration questions
 PROMPT_HASH = "prompt_hash"  # of the wording and the variables that a question was rendered with
+STORED_IN = "stored_in"  # dtype of trained or merged weights on the disk, a param of the step's run
 DTYPE = "dtype"  # of activations; tables show `full` with it
+GROUP_SIZE = "group_size"  # inputs that share a scale, of integer codes; tables show it where it is not the usual one
 QUESTION_TEXT = "question_text"
+UNHEALTHY = "unhealthy"  # the tag's text, in every row of such a cell
+GRADED = "graded"  # there: the grader's own verdict, where `correct` counts an unfinished answer as wrong
 REFERENCE_LOGPROB = "reference_logprob"  # of the worked solution, mean over its tokens, in nats
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -125,6 +132,7 @@ def pass_at(k: int) -> str:
 TABLE_MD, TABLE_JSON = "table.md", "table.json"
 QUESTIONS = "questions.parquet"
 CHANGED_JSON = "changed_answers.json"  # a table of MLflow's: answers that quantization turned right or wrong
+NOTES_JSON = "notes.json"  # of a comparison: sentences on what it rests on, its warnings first
 GROUPS_MD = "groups.md"  # a cell's accuracy by subject and level
 RECEIPT = "receipt.json"  # of a cell: engine, version, kernels, digests
 RECIPE = "recipe.yaml"
@@ -159,7 +167,17 @@ def shown(scheme: str, dtypes: Iterable[object]) -> str:
     """
     distinct = set(dtypes)
     dtype = distinct.pop() if len(distinct) == 1 else None
-    return f"{scheme} ({_SHORT.get(dtype, dtype)})" if scheme == FULL and isinstance(dtype, str) and dtype else scheme
+    return f"{scheme} ({short(dtype)})" if scheme == FULL and isinstance(dtype, str) and dtype else scheme
+
+
+def short(dtype: str) -> str:
+    """Return a dtype as tables show it: `bf16` for torch's `bfloat16`."""
+    return _SHORT.get(dtype, dtype)
+
+
+def with_groups(scheme: str, size: int | None) -> str:
+    """Return a scheme as tables show it where its groups have an unusual size: `awq (groups of 64)`."""
+    return f"{scheme} (groups of {size})" if size else scheme
 
 
 def cell_name(variant: str, scheme: str) -> str:

@@ -6,18 +6,23 @@ import hashlib
 import importlib
 import io
 import logging
+import multiprocessing
 import os
 import re
 import shlex
 import shutil
 import signal
 import sys
+import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing import context as multiprocessing_context
+from multiprocessing import spawn
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from qrl.errors import QrlError
 
@@ -85,6 +90,18 @@ def die_with_parent(launcher: int = 0, by: signal.Signals = signal.SIGTERM) -> N
         os.kill(os.getpid(), by)
 
 
+def at_end(close: Callable[[], object]) -> None:
+    """Call `close` when this process ends, before it waits for the processes that it started.
+
+    A process that `multiprocessing` started calls no handler of `atexit`. It calls such finalizers, and then joins its
+    children: one that nobody has ended keeps it waiting for ever. A fork forgets its parent's finalizers, so whoever
+    starts a process calls this then, and not at import.
+    """
+    from multiprocessing import util
+
+    util.Finalize(None, close, exitpriority=1)
+
+
 def adopt_orphans() -> None:
     """Become the parent of every process below this one whose own parent dies; on Linux alone, and kept by `exec`."""
     if sys.platform == "linux":
@@ -99,6 +116,69 @@ def is_gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+_starting = threading.local()  # `without_script`: this thread starts a process that must not run the user's script
+
+
+class _SpawnProcess(multiprocessing_context.SpawnProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        with _without_script():
+            return multiprocessing_context.SpawnProcess._Popen(process_obj)
+
+
+class _ForkServerProcess(multiprocessing_context.ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        with _without_script():
+            return multiprocessing_context.ForkServerProcess._Popen(process_obj)
+
+
+class _SpawnContext(multiprocessing_context.SpawnContext):
+    Process = _SpawnProcess
+
+
+class _ForkServerContext(multiprocessing_context.ForkServerContext):
+    Process = _ForkServerProcess
+
+
+def context(method: Literal["spawn", "forkserver"]) -> _SpawnContext | _ForkServerContext:
+    """Return a `multiprocessing` context whose processes do not run the user's script again, guarded or not.
+
+    They call functions of this package alone, so they need nothing of the script.
+
+    Raises:
+        QrlError: this process is itself one that runs a script again, which would start others without end.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        again = "A process that `multiprocessing` started runs this script again, and would start others in turn"
+        raise QrlError(f'{again}: put its main code below `if __name__ == "__main__":`.')
+    _leave_out_script()
+    return _SpawnContext() if method == "spawn" else _ForkServerContext()
+
+
+@contextmanager
+def _without_script() -> Iterator[None]:
+    _starting.without_script = True
+    try:
+        yield
+    finally:
+        _starting.without_script = False
+
+
+@cache
+def _leave_out_script() -> None:
+    """Let `multiprocessing` not name the main module to processes that `_without_script` starts."""
+    describe = spawn.get_preparation_data
+
+    def described(name: str) -> dict[str, Any]:
+        data = describe(name)
+        if getattr(_starting, "without_script", False):
+            data = {key: value for key, value in data.items() if not key.startswith("init_main_from_")}
+        return data
+
+    spawn.get_preparation_data = described
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def test_the_package_imports_nothing_heavy_and_its_rooms_are_functions():
         "print(heavy, callable(qrl.study), callable(qrl.compare), list(inspect.signature(qrl.compare).parameters))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set() True True ['data', 'columns', 'where', 'reference', 'margin']"
+    assert done.stdout.strip() == "set() True True ['data', 'columns', 'where', 'reference', 'margin', 'missing']"
     with pytest.raises(AttributeError, match="no attribute 'diagnoze'"):
         qrl.diagnoze  # noqa: B018
 

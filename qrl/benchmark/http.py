@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from itertools import product
 from pathlib import Path
 
+from qrl import process
 from qrl.benchmark import Subject, summary
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Benchmark
@@ -22,6 +23,10 @@ from qrl.recipe import Benchmark
 # and crashes in the CPU build. Each line is a list of rounds' options and a file that says that they are done.
 _PROGRAM = """
 import json, pathlib, sys
+root, parent = sys.argv[1:]
+sys.path.append(root)
+from qrl import process
+process.die_with_parent(int(parent))
 from vllm.benchmarks import serve
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = FlexibleArgumentParser()
@@ -76,7 +81,8 @@ class Client(AbstractContextManager):
         self._prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
         key = {"OPENAI_API_KEY": api_key} if api_key else {}
         with open(self._log, "w") as log:
-            words, streams = [sys.executable, "-c", _PROGRAM], {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
+            words = [sys.executable, "-c", _PROGRAM, str(process.ROOT), str(os.getpid())]
+            streams = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
             self._process = subprocess.Popen(words, env=os.environ | key, text=True, **streams)
 
     def __exit__(self, *_error: object) -> None:

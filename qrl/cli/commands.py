@@ -18,11 +18,12 @@ from qrl.errors import BadInput
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 DATA = ("model", "task", "data", "seed", "device")  # fields that `--help` shows first
 STUDY = (*DATA, "train.steps", "train.method", "quantize.schemes", "evaluate.n")
+TRAIN_READS = ("train", "rollout", "watch", "quantize.group_size")  # the last: groups of train.qat
 TRAIN = (*DATA, "train.steps", "train.method", "train.learning_rate", "train.qat", "rollout.engine")
 QUANTIZE = (*DATA, "quantize.group_size", "quantize.bits", "quantize.calibration", "quantize.calibration_samples")
 EVALUATE = (*DATA, "evaluate.n", "evaluate.max_new_tokens", "evaluate.samples", "evaluate.engine")
 DIAGNOSE = (*DATA, "diagnose.bits", "diagnose.group_size", "diagnose.behaviour")
-ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0/1); optionally seed, sample, cluster. "
+ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0..1); optionally seed, sample, cluster. "
 ROWS += "VARIANT:SCHEME=FILE,… for a file per cell."
 LOGS = "Logs of lm-evaluation-harness (samples_*.jsonl) or inspect_ai (.eval, .json): a file, or a folder with one."
 SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
@@ -34,6 +35,7 @@ ABOUT = {  # option of `compare` → the inputs that it is about
     "metric": ("--logs",),
     "filter": ("--logs",),
     "reference": ("--questions", "--logs", "--counts"),
+    "missing": ("--questions", "--logs"),
 }
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 RENAMED = "was renamed: `sweep` trains several methods and ranks them, `compare --rank` ranks cells already evaluated."
@@ -124,7 +126,7 @@ def sweep_command(typed: Typed, settings, models, arms, seeds: str, register, ye
     sweep.study(first, others, numbers, overrides, models=by_name, register=bool(register), yes=bool(yes))
 
 
-@cli.command("train", cls=RecipeCommand, sections=("train", "rollout", "watch"), first=TRAIN, checkout=True)
+@cli.command("train", cls=RecipeCommand, sections=TRAIN_READS, first=TRAIN, checkout=True)
 @click.pass_obj
 def train_command(typed: Typed, settings) -> None:
     """Train with GRPO, or distil from a teacher.
@@ -215,7 +217,7 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 @cli.command("compare", cls=RecipeCommand, sections=("compare",), first=("compare.margin",))
 @option("--questions", metavar="FILE", help=ROWS)
 @option("--logs", metavar="VARIANT:SCHEME=LOG,…", help=LOGS)
-@option("--metric", metavar="NAME", help="With --logs: the score to compare, 0 or 1. [default: the only one]")
+@option("--metric", metavar="NAME", help="With --logs: the score to compare, from 0 to 1. [default: the only one]")
 @option("--filter", metavar="NAME", help="With --logs of lm-eval: the filter, as strict-match. [default: the only one]")
 @option("--counts", metavar="FILE.json", help='{"n": 100, "base": {"full": 68, …}, "grpo": {…}}')
 @option(
@@ -223,6 +225,7 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 )
 @option("--where", metavar="COLUMN=VALUE,…", help="Rows to keep, such as filter=strict-match; the others are ignored.")
 @option("--reference", metavar="SCHEME", help="The files' name for full precision, such as bf16. [default: full]")
+@option("--missing", metavar="wrong", help="Count answers that a cell lacks as wrong. [default: refuse the cell]")
 @option("--cells", metavar="RUN,…", help="Evaluation runs of cells, under one training seed or several.")
 @option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")
 @option("--methods", **SWITCH, hidden=True)

@@ -58,9 +58,17 @@ def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | No
 @option("--task", required=True, metavar="TASK", help="Grader to use: arithmetic, gsm8k, math, deepmath, or FILE.py.")
 @option("--out", required=True, metavar="OUT.jsonl", help="File for the graded rows.")
 @option("--columns", metavar="OURS=THEIRS,…", help="Other names of columns, such as completion=output,answer=target.")
+@option(
+    "--max-grader-fault-rate",
+    type=float,
+    metavar="P",
+    help="Largest share of completions on which the grader may fail. [default: 0.01, as in `evaluate`]",
+)
 @option("--file", "option", metavar="FILE", help="The same as the argument, for `mlflow run … -P file=…`.")
 @click.argument("file", metavar="FILE", required=False)
-def grade_command(task: str, out: str, columns: str | None, option: str | None, file: str | None) -> None:
+def grade_command(
+    task: str, out: str, columns: str | None, max_grader_fault_rate: float | None, option: str | None, file: str | None
+) -> None:
     """Grade your own completions, for `compare` to judge.
 
     \b
@@ -69,13 +77,15 @@ def grade_command(task: str, out: str, columns: str | None, option: str | None, 
     qrl compare --questions graded.jsonl --out report
 
     FILE is parquet, CSV, JSON or JSONL. Rows with `completion` and `answer` get `parsed`, `strict`, `flexible` and
-    `correct`, which is `strict` as 0 or 1.
+    `correct`, which is `strict` as 0 or 1. Where the grader failed on more than a share P of them, the rows are
+    written and the exit code is 1.
     """
     from qrl.tasks import files
 
     if (file is None) == (option is None):
         raise BadInput("grade reads one file of completions: give it as FILE.jsonl or as --file FILE.jsonl.")
-    click.echo(files.grade_file(task, file or option, out, named("--columns", columns)))
+    names_of_columns = named("--columns", columns)
+    click.echo(files.grade_file(task, file or option, out, names_of_columns, max_grader_fault_rate))
 
 
 @click.command("recipes")

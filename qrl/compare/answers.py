@@ -55,7 +55,8 @@ class Answers:
             the answer went on to be wrong or cut), `reference_logprob` (nats a token of the reference solutions). What
             the rows do not hold is left out.
         changes: measure → cell − reference; empty without one.
-        right_to_wrong, wrong_to_right: answers that changed; None without a reference, and for several samples.
+        right_to_wrong, wrong_to_right: answers that changed; None without a reference, and for several samples. With
+            partial credit, answers with less and with more of it.
         mcnemar: exact p of "as many changed either way"; None too for several training runs.
     """
 
@@ -64,6 +65,7 @@ class Answers:
     right_to_wrong: int | None = None
     wrong_to_right: int | None = None
     mcnemar: float | None = None
+    partial: bool = False  # whether answers have partial credit
     compared: int | None = None  # answers, over all training runs; None where those that changed are not counted
 
     @property
@@ -104,10 +106,12 @@ def measured(rows: Answered, changed: pd.DataFrame, references: References) -> d
                 answers.changes[name] = scaled.contrast({cell: 1, reference: -1}).scaled(scale)
     for cell, reference in references.items():
         if reference and max(evidence.samples[cell], evidence.samples[reference]) == 1:
-            own = changed.loc[(changed["variant"] == cell[0]) & (changed["scheme"] == cell[1]), "correct"]
-            counts = {"right_to_wrong": int((own == 0).sum()), "wrong_to_right": int((own == 1).sum())}
+            own = changed.loc[(changed["variant"] == cell[0]) & (changed["scheme"] == cell[1])]
+            more = own["correct"] > own["correct_full"]
+            counts = {"right_to_wrong": int((~more).sum()), "wrong_to_right": int(more.sum())}
             counts["compared"] = evidence.n if cell[0] == names.BASE else sum(map(len, evidence.groups))
-            found[cell] = replace(found[cell], **counts, mcnemar=evidence.mcnemar(cell, reference))
+            mcnemar = evidence.mcnemar(cell, reference)
+            found[cell] = replace(found[cell], **counts, partial=rows.partial, mcnemar=mcnemar)
     return found
 
 
@@ -119,7 +123,7 @@ def changed(rows: Answered, references: References) -> pd.DataFrame:
         references: of the cells.
 
     Returns:
-        The rows of cells that have a reference: variant, scheme, seed, question, correct (0/1), and of the reference
+        The rows of cells that have a reference: variant, scheme, seed, question, correct (0..1), and of the reference
         `correct_full`; and what the rows hold of question_text, answer, parsed, parsed_full, completion,
         completion_full, and of `tables.ROW`.
     """
@@ -171,10 +175,13 @@ def shown(changed: pd.DataFrame, texts: Texts | None = None) -> pd.DataFrame:
     """
     if changed.empty:
         return pd.DataFrame()
-    change = np.where(changed["correct"] == 1, "wrong → right", "right → wrong")
+    more = changed["correct"] > changed["correct_full"]
+    change = np.where(more, "wrong → right", "right → wrong")
+    partial = ~(changed["correct"].isin((0, 1)) & changed["correct_full"].isin((0, 1)))
+    change[partial] = np.where(more, "more credit", "less credit")[partial]
     table = changed.assign(change=change).sort_values(["variant", "scheme", "change"], kind="stable")
     table = table.groupby(["variant", "scheme", "change"]).head(SHOWN)
-    if texts and ROW in table:
+    if texts and ROW in table:  # an answer that was missing is in no file
         own = texts.take(pd.Series(table[ROW]), [name for name in _TEXTS if not name.endswith("_full")])
         full = texts.take(pd.Series(table[f"{ROW}_full"]), ["parsed", "completion"]).add_suffix("_full")
         table = table.assign(**own, **full)

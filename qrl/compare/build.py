@@ -7,11 +7,12 @@ from typing import Any
 import pandas as pd
 
 from qrl import names
+from qrl.compare import missing as absent
 from qrl.compare.comparison import Comparison
 from qrl.compare.evidence import Cell, Counts
 from qrl.compare.outcomes import Answered
 from qrl.compare.read import read_questions
-from qrl.compare.validate import check_grid, engine, full_with_dtype
+from qrl.compare.validate import check_grid, engine, full_with_dtype, unusual_groups
 from qrl.errors import BadInput
 
 _MOST = 10**15  # questions of counts: beyond, floats leave out whole numbers
@@ -24,6 +25,7 @@ def compare(
     where: Mapping[str, str] | None = None,
     reference: str | None = None,
     margin: float | None = None,
+    missing: str | None = None,
 ) -> Comparison:
     """Compare cells: every variant with `base`, every scheme with full precision.
 
@@ -34,6 +36,7 @@ def compare(
         where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
         reference: the data's name for full precision, such as "bf16"; None if it is "full".
         margin: loss of gain, in accuracy, that still counts as survival; None for a tenth of it, at least 0.01.
+        missing: "wrong" counts answers that a cell lacks as wrong; None refuses such a cell.
 
     Returns:
         Comparison, which shows itself as tables and verdicts; `row(scheme)` has the numbers.
@@ -42,27 +45,31 @@ def compare(
         BadInput: the data cannot be read or compared.
     """
     if isinstance(data, Mapping):
+        if missing is not None:
+            raise BadInput("missing has no effect on counts, which name no answers: leave it out.")
         return from_counts(data, margin=margin, reference=reference)
-    return from_questions(
-        read_questions(data, columns=columns, where=where, reference=reference, whole=False), margin=margin
-    )
+    frame = read_questions(data, columns=columns, where=where, reference=reference, whole=False)
+    return from_questions(frame, margin=margin, missing=missing)
 
 
-def from_questions(frame: pd.DataFrame, *, margin: float | None = None) -> Comparison:
+def from_questions(frame: pd.DataFrame, *, margin: float | None = None, missing: str | None = None) -> Comparison:
     """Compare cells by their outcome on each question: everything is paired.
 
     Args:
-        frame: columns variant, scheme, question, correct (0/1); optionally cluster (groups of questions; errors are
-            then clustered), seed (training runs, a random effect), sample (several answers to a question), engine and
-            dtype; and n_tokens, finish_reason, reached, reference_logprob, parsed, completion, if answers are known.
+        frame: columns variant, scheme, question, correct (0/1, or a partial credit between them); optionally cluster
+            (groups of questions; errors are then clustered), seed (training runs, a random effect), sample (several
+            answers to a question), engine and dtype; subject and level (groups to show apart); and n_tokens,
+            finish_reason, reached, reference_logprob, parsed, completion, if answers are known.
         margin: loss of gain, in accuracy, that still counts as survival.
+        missing: "wrong" counts answers that a cell lacks as wrong; None refuses such a cell.
 
     Raises:
-        BadInput: columns are missing, outcomes are not 0 or 1, rows are duplicated, cells answered different questions,
-            or base or full is missing.
+        BadInput: columns are missing, outcomes are outside 0..1, rows are duplicated, cells answered different
+            questions, or base or full is missing.
     """
-    answered = Answered(frame)
-    return Comparison(answered.outcomes, margin, engine(frame), full_with_dtype(frame), answered)
+    answered = Answered(absent.filled(frame, missing))
+    full, sizes = full_with_dtype(frame), unusual_groups(frame)
+    return Comparison(answered.outcomes, margin, engine(frame), full, answered, sizes)
 
 
 def from_counts(counts: Mapping[str, Any], *, margin: float | None = None, reference: str | None = None) -> Comparison:

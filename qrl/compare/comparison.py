@@ -1,6 +1,6 @@
 """A comparison: every cell's accuracy, and the gains, losses and verdicts that follow from them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
@@ -8,11 +8,12 @@ from typing import TypeVar
 import pandas as pd
 
 from qrl import names, stats
-from qrl.compare import record, table
+from qrl.compare import health, record, table
 from qrl.compare.answers import Answers, References, changed, measured, shown
 from qrl.compare.evidence import Cell, Counts, Questions
 from qrl.compare.outcomes import Answered
 from qrl.compare.scales import Scales, measure_scales
+from qrl.compare.subgroups import Group, groups
 from qrl.errors import BadInput
 from qrl.files.tables import TEXTS
 from qrl.names import BASE, FULL
@@ -99,6 +100,7 @@ class Comparison:
         engine: the engine and version that answered every cell; empty if unknown.
         full: how tables show the scheme `full`, with the dtype it was computed in if that is known: `full (bf16)`.
         answered: the table of answers that the outcomes were read from; None if only counts are known.
+        groups: scheme → how many inputs share a scale, where that is not the usual number.
     """
 
     evidence: Questions | Counts = field(repr=False)
@@ -106,6 +108,7 @@ class Comparison:
     engine: str = ""
     full: str = FULL
     answered: Answered | None = field(default=None, repr=False, compare=False)
+    groups: Mapping[str, int] = field(default_factory=dict)
 
     table_json, metrics = record.as_json, record.as_metrics
     markdown, sentence = table.as_markdown, table.as_sentence
@@ -165,12 +168,22 @@ class Comparison:
         return measured(self.answered, self.changed, self.references) if self.answered else {}
 
     @cached_property
+    def unhealthy(self) -> dict[Cell, str]:
+        """Cell → what quantization did to its answers, where they broke a limit of health; see `health.notes`."""
+        return health.notes(self.answered.frame) if self.answered else {}
+
+    @cached_property
     def changed(self) -> pd.DataFrame:
         """A row per answer that is right under one of a quantized scheme and full precision, and wrong under the other.
 
         See `answers.changed`; empty if only counts are known.
         """
         return changed(self.answered, self.references) if self.answered else pd.DataFrame()
+
+    @cached_property
+    def subgroups(self) -> dict[str, list[Group]]:
+        """Subject and level → their groups of questions; empty where the rows name none."""
+        return groups(self)
 
     def changed_shown(self) -> pd.DataFrame:
         """Return a few of them as texts for people; see `answers.shown`."""
@@ -220,8 +233,8 @@ class Comparison:
         return self.evidence.contrast({a: 1, b: -1})
 
     def shown(self, scheme: str) -> str:
-        """Return the scheme as tables and figures show it."""
-        return self.full if scheme == FULL else scheme
+        """Return the scheme as tables and figures show it: `full (bf16)`, `awq (groups of 64)`."""
+        return self.full if scheme == FULL else names.with_groups(scheme, self.groups.get(scheme))
 
     def _row(self, variant: str, scheme: str) -> Row:
         base, trained = (BASE, scheme), (variant, scheme)

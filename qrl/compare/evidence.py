@@ -31,6 +31,7 @@ class Counts:
     clusters: ClassVar[int | None] = None
     differing: ClassVar[Mapping[Cell, int]] = {}
     effective_clusters: ClassVar[float | None] = None
+    partial: ClassVar[bool] = False
 
     def accuracy(self, cell: Cell) -> Estimate:
         return stats.accuracy(self.cells[cell], self.n)
@@ -68,6 +69,8 @@ class Questions:
         clusters: number of groups of questions, or None if questions are independent.
         differing: cell of the base → questions on which its answers differ between seeds, though the base is one model;
             only cells with such questions.
+        partial: whether an answer has partial credit, so that right and wrong, as McNemar's test and pass@k count them,
+            are not defined.
     """
 
     runs: tuple[str, ...]
@@ -77,10 +80,11 @@ class Questions:
     n: int
     clusters: int | None
     differing: dict[Cell, int]
+    partial: bool = False
     paired = True
 
     def accuracy(self, cell: Cell) -> Estimate:
-        """Return the share of right answers; pass@1 if there are several samples.
+        """Return the share of right answers, or the mean credit; pass@1 if there are several samples.
 
         The error is binomial for independent questions, one run and one sample.
         """
@@ -90,7 +94,9 @@ class Questions:
         return self._rate(cell, correct)
 
     def pass_at(self, cell: Cell) -> dict[int, Estimate]:
-        """Return k → pass@k, for k = 2, 4, 8 … and all of the cell's samples."""
+        """Return k → pass@k, for k = 2, 4, 8 … and all of the cell's samples; none with partial credit."""
+        if self.partial:
+            return {}
         samples = self.samples[cell]
         right = [np.rint(run * samples) for run in self.cells[cell]]
         return {k: self._rate(cell, [stats.pass_at(k, run, samples) for run in right]) for k in stats.every_k(samples)}
@@ -171,9 +177,7 @@ class Questions:
 
         None for several runs, samples or groups of questions, and for partial credit, where it is not defined.
         """
-        if len(self.runs) > 1 or self.clusters is not None:
-            return None
-        if not (is_binary(self.cells[a][0]) and is_binary(self.cells[b][0])):
+        if self.partial or len(self.runs) > 1 or self.clusters is not None:
             return None
         if max(self.samples[a], self.samples[b]) > 1:
             return None

@@ -12,11 +12,14 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from qrl.compare.missing import WRONG
+from qrl.compare.missing import check as check_missing
 from qrl.compare.read import read_questions
 from qrl.compare.validate import quoted
 from qrl.errors import BadInput
@@ -27,7 +30,7 @@ LARGEST = 1 << 30  # bytes of a log, uncompressed
 GROWS = 8  # times in memory, at least half of the worst: 300 MB of `[],[],…` take 6 GB
 ZSTD = 93  # zip's number for it, which the standard library reads only from Python 3.14 on
 HARNESS, INSPECT = "lm-evaluation-harness", "inspect_ai"
-GRADES = {"C": 1, "I": 0, "N": 0}  # inspect's correct, incorrect and no answer; P, partly correct, is neither
+GRADES = {"C": 1.0, "I": 0.0, "N": 0.0, "P": 0.5}  # inspect's correct, incorrect, no answer, partly correct: its values
 LIMITS = ("epochs", "message_limit", "token_limit", "time_limit", "working_limit")  # of eval.config
 # Settings of inspect's generation that change no distribution of answers.
 IRRELEVANT = {"seed", "max_connections", "adaptive_connections", "max_retries", "timeout", "attempt_timeout", "batch"}
@@ -60,28 +63,36 @@ class Log:
 
 
 def read_logs(
-    source: str, *, metric: str | None = None, filter: str | None = None, reference: str | None = None
+    source: str,
+    *,
+    metric: str | None = None,
+    filter: str | None = None,
+    reference: str | None = None,
+    missing: str | None = None,
 ) -> pd.DataFrame:
     """Return a row per cell, question and sample, as `from_questions` reads them; epochs of inspect are samples.
 
     Args:
         source: `VARIANT:SCHEME=LOG,…`; LOG is a file, or a folder or pattern that holds one log.
-        metric: name of the score, 0 or 1, that is `correct`; None if the logs have one. A score of inspect is named by
-            its scorer, a part of one `scorer.part`.
+        metric: name of the score, from 0 to 1, that is `correct`; None if the logs have one. A score of inspect is
+            named by its scorer, a part of one `scorer.part`.
         filter: filter of lm-evaluation-harness, such as "strict-match"; None if the logs have one.
         reference: the logs' name for full precision, such as "bf16".
+        missing: "wrong" leaves out samples of inspect that ended in an error or have no scores, for `from_questions` to
+            count as wrong; None refuses them.
 
     Raises:
-        BadInput: a log cannot be read; it has several metrics or filters and none is chosen; a score is not 0 or 1;
+        BadInput: a log cannot be read; it has several metrics or filters and none is chosen; a score is outside 0..1;
             logs differ in tool, task, settings, question, gold answer or prompt.
     """
+    check_missing(missing)
     logs: dict[str, Log] = {}
     rows: list[dict[str, Any]] = []
     first: dict[str, tuple[str, Answer]] = {}  # of each question
     for variant, scheme, place in tables.cells(source):
         if (cell := cell_name(variant, scheme)) in logs:
             raise BadInput(f"--logs names cell {cell} twice: give one log per cell.")
-        log = logs[cell] = _read(_file(place))
+        log = logs[cell] = _read(_file(place), missing)
         _check_settings(logs)
         if log.tool == INSPECT and filter is not None:
             raise BadInput(f"{log.path} is a log of {INSPECT}, which has no filters: omit --filter.")
@@ -110,12 +121,12 @@ def _file(place: str) -> Path:
     return files[0]
 
 
-def _read(path: Path) -> Log:
+def _read(path: Path, missing: str | None) -> Log:
     if not path.is_file():
         raise BadInput(f"{path} is no file: give a log of {HARNESS} or {INSPECT}.")
     if path.stat().st_size > LARGEST:
         raise BadInput(f"{path} is larger than {LARGEST >> 30} GiB: expected a log; shorten it to what was graded.")
-    readers = {".jsonl": _harness, ".eval": _eval, ".json": _json}
+    readers = {".jsonl": _harness, ".eval": partial(_eval, missing=missing), ".json": partial(_json, missing=missing)}
     if path.suffix not in readers:
         raise BadInput(f"{path} ends in '{path.suffix}', but logs are read from {', '.join(readers)}: convert it.")
     try:
@@ -153,7 +164,7 @@ def _harness(path: Path) -> Log:
     return Log(path, HARNESS, answers, {"task": task[1]} if task else {})
 
 
-def _eval(path: Path) -> Log:
+def _eval(path: Path, missing: str | None) -> Log:
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename: info for info in archive.infolist()}
@@ -170,7 +181,8 @@ def _eval(path: Path) -> Log:
                     f"{path} unpacks to more than fits into memory, {max(sizes):,} bytes at once: {expected}."
                 )
             parsed = (tables.parsed(f"{path}, {info.filename}", _content(path, archive, info)) for info in samples)
-            return _inspect(path, tables.parsed(f"{path}, header.json", _content(path, archive, header)), parsed)
+            document = tables.parsed(f"{path}, header.json", _content(path, archive, header))
+            return _inspect(path, document, parsed, missing)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError) as error:
         damaged = f"{path} is no .eval log of {INSPECT}, or is damaged ({str(error)[:100]})"
         raise BadInput(f"{damaged}: copy it again, or convert it with `inspect log dump FILE > FILE.json`.") from None
@@ -193,14 +205,14 @@ def _content(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> byt
     return content
 
 
-def _json(path: Path) -> Log:
+def _json(path: Path, missing: str | None) -> Log:
     document = tables.parsed(str(path), reading.content(path, min(LARGEST, reading.memory_bytes() // GROWS)))
     if not isinstance(document, dict) or "eval" not in document:
         raise BadInput(f"{path} has no 'eval': expected a log of {INSPECT}. Of {HARNESS}, give samples_*.jsonl.")
-    return _inspect(path, document, iter(document.get("samples") or ()))
+    return _inspect(path, document, iter(document.get("samples") or ()), missing)
 
 
-def _inspect(path: Path, header: Mapping[str, Any], samples: Iterator[dict[str, Any]]) -> Log:
+def _inspect(path: Path, header: Mapping[str, Any], samples: Iterator[dict[str, Any]], missing: str | None) -> Log:
     if header["status"] != "success":
         problem = f"{path} is of an evaluation with status '{header['status']}', not 'success'"
         raise BadInput(f"{problem}: end it with `inspect eval-retry`.")
@@ -213,9 +225,13 @@ def _inspect(path: Path, header: Mapping[str, Any], samples: Iterator[dict[str, 
     answers = []
     for sample in samples:
         question = str(sample["id"])
-        if sample.get("error") or not sample.get("scores"):
+        unanswered = sample.get("error") or not sample.get("scores")
+        if unanswered and missing == WRONG:
+            continue
+        if unanswered:
             problem = "ended in an error" if sample.get("error") else "has no scores"
-            raise BadInput(f"Question '{question}' of {path} {problem}: run `inspect eval-retry` or `inspect score`.")
+            advice = "run `inspect eval-retry` or `inspect score`, or count it as wrong: `--missing wrong`"
+            raise BadInput(f"Question '{question}' of {path} {problem}: {advice}.")
         attached = sample.get("attachments") or {}
         prompt = []
         for message in sample.get("messages") or ():
@@ -244,13 +260,14 @@ def _chosen(what: str, name: str | None, log: Log, present: Mapping[str | None, 
     return name if name is not None else next(iter(present), None)
 
 
-def _outcome(log: Log, answer: Answer, metric: str) -> int:
+def _outcome(log: Log, answer: Answer, metric: str) -> float:
     value = answer.scores.get(metric)
     value = GRADES.get(value, value) if isinstance(value, str) else value
-    if not isinstance(value, int | float) or value not in (0, 1):
+    if not isinstance(value, int | float) or not 0 <= value <= 1:
         problem = f"'{metric}' of question '{answer.question}' in {log.path} is {value!r:.40}"
-        raise BadInput(f"{problem}, but must be 0 or 1, right or wrong: choose another with --metric.")
-    return int(value)
+        expected = "must be 0 or 1, wrong or right, or a partial credit between them"
+        raise BadInput(f"{problem}, but {expected}: choose another with --metric.")
+    return float(value)
 
 
 def _check_settings(logs: Mapping[str, Log]) -> None:

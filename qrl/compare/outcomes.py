@@ -4,15 +4,18 @@ Labels are numbers here: a table of a million questions in twelve cells is sorte
 """
 
 from collections import Counter
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 import pandas as pd
 
+from qrl.compare import missing
 from qrl.compare.evidence import Cell, Questions
 from qrl.compare.validate import ENOUGH, LABEL, LABEL_RULE, cells_of, check_grid, checked, labels, quoted
 from qrl.errors import BadInput
 from qrl.names import BASE, cell_name
+from qrl.stats.rates import is_binary
 
 
 class Answered:
@@ -39,6 +42,11 @@ class Answered:
         self.cells: list[Cell] = sorted(self.appeared)
         self.cell = np.array([self.cells.index(cell) for cell in self.appeared], dtype=np.int16)[appeared]
 
+    @property
+    def filled(self) -> dict[Cell, int]:
+        """Cell → answers that were missing and count as wrong, where `missing.filled` added them."""
+        return self.frame.attrs.get(missing.FILLED, {})
+
     @cached_property
     def sampled(self) -> np.ndarray:
         """The places of the cells that answer a question several times."""
@@ -47,7 +55,12 @@ class Answered:
     @cached_property
     def outcomes(self) -> Questions:
         """The cells' outcomes; raises BadInput if the cells are not comparable."""
-        return self.read(pd.Series(self.table["correct"]))
+        return replace(self.read(pd.Series(self.table["correct"])), partial=self.partial)
+
+    @cached_property
+    def partial(self) -> bool:
+        """Whether an answer has partial credit, between 0 and 1."""
+        return not is_binary(self.table["correct"].to_numpy())
 
     def read(self, values: pd.Series) -> Questions:
         """Return cells' values, one a row in 0..1, averaged over a question's samples.
@@ -127,7 +140,7 @@ class Answered:
             raise BadInput(
                 f"Cell {cell_name(*self.cells[cell[first]])} answers question '{self.questions[question[first]]}' "
                 f"{size[first]} time(s), others {most[cell[first]]} times: expected the same number of samples for "
-                "every question of a cell."
+                "every question of a cell. `--missing wrong` counts missing ones as wrong."
             )
         return {each: int(count) for each, count in zip(self.cells, most, strict=True)}
 
@@ -172,7 +185,7 @@ class Answered:
             raise BadInput(
                 f"Cell {cell_name(*self.cells[worst])} lacks {gaps[worst].sum()} of {len(asked)} questions"
                 f"{f' under seed {run}' if run else ''}, '{first}' first: cells are compared on the same questions "
-                "only. Answer them, or remove them from the other cells."
+                "only. Answer them, or count them as wrong: `--missing wrong`, in Python missing='wrong'."
             )
         return places
 

@@ -6,7 +6,7 @@ random effect. If grpo and base were evaluated under a method's own scheme too, 
 is QAT better than PTQ, and did the training learn anything?
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -15,13 +15,13 @@ from typing import Any
 import pandas as pd
 
 from qrl import names
-from qrl.compare import answers, damage
+from qrl.compare import answers, damage, health, missing
 from qrl.compare.convergence import Convergence
 from qrl.compare.evidence import Cell
 from qrl.compare.outcomes import Answered
 from qrl.compare.record import numbers, of_answers, with_ends
 from qrl.compare.table import answers_table
-from qrl.compare.validate import cells_of, check_columns, full_with_dtype
+from qrl.compare.validate import cells_of, check_columns, full_with_dtype, unusual_groups
 from qrl.errors import BadInput
 from qrl.files.tables import TEXTS
 from qrl.stats import LEVEL, Estimate, holm_by_key
@@ -72,6 +72,7 @@ class Methods:
         damages: what quantization costs each variant whose schemes grpo has too; empty if none has.
         full: how tables show the scheme `full`, with its dtype if known.
         answered: the table of answers that they were read from.
+        groups: scheme → how many inputs share a scale, where that is not the usual number.
     """
 
     rows: tuple[Method, ...]
@@ -82,6 +83,7 @@ class Methods:
     damages: tuple[damage.Damage, ...] = ()
     full: str = names.FULL
     answered: Answered | None = field(default=None, repr=False, compare=False)
+    groups: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def best(self) -> Method | None:
@@ -90,7 +92,8 @@ class Methods:
 
     def shown(self, cell: Cell) -> str:
         """Return a cell's name as tables and figures show it."""
-        return names.cell_name(cell[0], self.full if cell[1] == names.FULL else cell[1])
+        scheme = names.with_groups(cell[1], self.groups.get(cell[1]))
+        return names.cell_name(cell[0], self.full if cell[1] == names.FULL else scheme)
 
     @property
     def references(self) -> answers.References:
@@ -102,6 +105,11 @@ class Methods:
     def answers(self) -> dict[Cell, answers.Answers]:
         """Cell → what its answers are like beside right or wrong."""
         return answers.measured(self.answered, self.changed, self.references) if self.answered else {}
+
+    @cached_property
+    def unhealthy(self) -> dict[Cell, str]:
+        """Cell → what quantization did to its answers, where they broke a limit of health; see `health.notes`."""
+        return health.notes(self.answered.frame) if self.answered else {}
 
     @cached_property
     def changed(self) -> pd.DataFrame:
@@ -157,7 +165,8 @@ def measure(frame: pd.DataFrame) -> Methods:
     trained = holm_by_key({row.cell: row.over_grpo.p_two_sided for row in rows if row.over_grpo})
     behind = {cell: pairs[small[0], cell] for cell in small[1:]}
     damages, runs = damage.measure(cells, evidence.contrast), len(evidence.runs)
-    return Methods(tuple(rows), evidence.n, runs, behind, trained, damages, full_with_dtype(frame), answered)
+    full, sizes = full_with_dtype(frame), unusual_groups(frame)
+    return Methods(tuple(rows), evidence.n, runs, behind, trained, damages, full, answered, sizes)
 
 
 def _reference(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
@@ -189,6 +198,7 @@ def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Se
     for row in methods.rows:
         gain, error = (interval(value) if value else "reference" for value in (row.gain, row.error))
         accuracy = f"{row.accuracy.estimate:.3f} ± {row.accuracy.stderr:.3f}"
+        accuracy += f" {health.MARK}" if row.cell in methods.unhealthy else ""
         scheme = methods.full if row.scheme == names.FULL else row.scheme
         body.append((row.variant, scheme, accuracy, gain, error, interval(row.over_grpo) if row.over_grpo else ""))
     error, over = f"error: method − {methods.shown(FULL)}", "method − grpo in the same scheme"
@@ -196,7 +206,9 @@ def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Se
     runs = f"{methods.runs} training runs" if methods.runs > 1 else runs
     note = f"n = {methods.n} held-out questions, {runs}; ± is one standard error, brackets are paired 95 % CIs."
     lines = ["## Methods", "", *table(("method", "scheme", "accuracy", "gain over base", error, over), body)]
-    lines += ["", note, "", *(f"- {finding}" for finding in findings(methods)), ""]
+    lines += ["", note, *(missing.notes(methods.answered.filled, methods.n) if methods.answered else []), ""]
+    lines += [*(f"- {finding}" for finding in findings(methods)), ""]
+    lines += health.section({methods.shown(cell): told for cell, told in methods.unhealthy.items()})
     lines += damage.markdown(methods.damages)
     against = f"the reference (the same method at full precision if evaluated, else {methods.shown(FULL)})"
     lines += answers_table(methods.answers, methods.shown, against, methods.references)

@@ -52,7 +52,7 @@ def narrow(
         columns, reference: as for `read_questions`.
     """
     measures = [column for column, _ in MEASURES.values()]
-    frame = tables.narrow(files, COLUMNS, (*OPTIONAL, *measures, "subject", "level"), columns)
+    frame = tables.narrow(files, COLUMNS, (*OPTIONAL, *measures, names.UNHEALTHY, "subject", "level"), columns)
     return None if frame is None else _named(frame, reference)
 
 

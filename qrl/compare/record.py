@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from qrl import names
-from qrl.compare import answers, scales
+from qrl.compare import answers, scales, subgroups
 from qrl.stats import Estimate
 
 if TYPE_CHECKING:
@@ -48,8 +48,12 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
         samples per question also have "samples" and "pass_at": {k: …}. "answers" maps each variant to the measures of
         `answers.Answers` that are known, as {"n", "mean", "change"} (against full precision, null under it), and to
         "reference_perplexity", "right_to_wrong", "wrong_to_right", "compared" (answers) and "mcnemar"; it is empty if
-        only counts are known. With more than one trained variant, the entry is the first one's, and "others" maps each
-        further label to the same keys.
+        only counts are known. A cell whose answers quantization made unhealthy says so in "unhealthy". With more than
+        one trained variant, the entry is the first one's, and "others" maps each further label to the same keys.
+
+        Cells whose missing answers count as wrong have "missing", their number. "subgroups" is there if rows name
+        subjects or levels, with differences for each variant and accuracies as differences are written: {kind: {group:
+        {"n", "cells": {variant: …}, "delta": {variant: …}}}}.
     """
     entries = {}
     for scheme in comparison.schemes:
@@ -62,6 +66,8 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
             variant: answers.as_json(comparison.answers, (variant, scheme), numbers) for variant in entry["cells"]
         }
         entry["answers"] = {variant: of_cell for variant, of_cell in measured.items() if of_cell}
+        if found := subgroups.as_json(comparison, scheme, numbers):
+            entry["subgroups"] = found
         if others:
             entry["others"] = {row.variant: _row(row) for row in others}
         entries[scheme] = entry
@@ -171,9 +177,13 @@ def _seeds(row: Row) -> dict[str, Any]:
 
 def _cell(comparison: Comparison, cell: Cell) -> dict[str, Any]:
     entry = _share(comparison.cells[cell])
+    if comparison.answered and (missing := comparison.answered.filled.get(cell)):
+        entry["missing"] = missing
     if by_k := comparison.pass_at.get(cell):
         entry["samples"] = comparison.evidence.samples[cell]
         entry["pass_at"] = {str(k): _share(value) for k, value in by_k.items()}
+    if note := comparison.unhealthy.get(cell):
+        entry["unhealthy"] = note
     return entry
 
 

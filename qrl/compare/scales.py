@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from qrl import stats
 from qrl.names import BASE, FULL
 from qrl.stats import Estimate, Share
-from qrl.stats.text import interval, percent, table
+from qrl.stats.text import interval, percent_interval, table
 
 if TYPE_CHECKING:
     from qrl.compare.comparison import Comparison
@@ -141,7 +141,7 @@ def sentence(scales: Scales, variant: str) -> str:
 
 
 def _kept(share: Estimate | None) -> str:
-    return "not defined" if share is None else percent(share)
+    return "not defined" if share is None else percent_interval(share)
 
 
 def _ratio(value: Estimate) -> str:

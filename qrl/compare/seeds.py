@@ -3,20 +3,67 @@
 from __future__ import annotations
 
 import math
+from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
+from qrl import names
 from qrl.stats import quantile, signed
-from qrl.stats.text import interval, percent, table
+from qrl.stats.text import interval, percent_interval, table
 
 if TYPE_CHECKING:
     from qrl.compare.comparison import Comparison, Row
+    from qrl.compare.outcomes import Answered
     from qrl.stats import Runs
 
 _ERRORS = 3.0  # standard errors from questions that a run may lie from the others
 _RARE = 0.99  # quantile of the others' spread beyond which a run lies far from them
+_SAME = ("n_tokens", "finish_reason", "completion", "parsed")  # of equal answers, where the rows have these columns
 _SHOWN = {"delta": "gain", "gain_survival": "gain survival"}
+
+
+def repeated(answered: Answered) -> list[tuple[str, ...]]:
+    """Return groups of seeds under which all trained cells gave the same answers: they are one run, named twice.
+
+    Answers are the same if they have the same questions, outcomes and, where the rows tell them, lengths. Seeds whose
+    answers are all right or all wrong may well be different runs, so they are no group.
+    """
+    if len(answered.table["seed"].cat.categories) < 2:
+        return []
+    groups: dict[tuple, list[str]] = {}
+    known = [name for name in _SAME if name in answered.frame]
+    table = answered.table[["seed"]].assign(
+        cell=answered.cell,
+        question=answered.question,
+        correct=answered.table["correct"],
+        **{name: answered.frame[name].astype(str) for name in known},
+    )
+    trained = np.array([variant != names.BASE for variant, _ in answered.cells])[answered.cell]
+    order = ["cell", "question", "correct", *known]
+    for seed, rows in table[trained].sort_values(order).groupby("seed", observed=True):
+        if rows["correct"].nunique() > 1:
+            hashes = pd.util.hash_pandas_object(rows[order], index=False)
+            groups.setdefault((len(rows), sha256(hashes.to_numpy().tobytes()).digest()), []).append(str(seed))
+    return [tuple(sorted(seeds, key=_place)) for seeds in groups.values() if len(seeds) > 1]
+
+
+def repeated_notes(answered: Answered) -> list[str]:
+    """Return a warning for each group of `repeated`."""
+    notes = []
+    for *others, last in repeated(answered):
+        seeds = f"{', '.join(others)} and {last}"
+        notes.append(
+            f"**Seeds {seeds} gave the same answers in every cell: they are one run**, so they tell nothing about the "
+            "variation between runs. Keep one of them."
+        )
+    return notes
+
+
+def _place(seed: str) -> tuple[bool, int, str]:
+    """Order seeds that are numbers by value, before others."""
+    return not seed.isdecimal(), int(seed) if seed.isdecimal() else 0, seed
 
 
 def sections(comparison: Comparison) -> list[str]:
@@ -39,7 +86,7 @@ def _alone(comparison: Comparison, rows: list[Row]) -> list[str]:
         for seed, (delta, *survival) in zip(comparison.runs, zip(*by_difference, strict=True), strict=True):
             survived = interval(survival[0]) if survival else "not defined"
             share = row.kept_by_seed.get(seed)
-            kept = percent(share) if share else "not defined"
+            kept = percent_interval(share) if share else "not defined"
             body.append((comparison.shown(row.scheme), seed, str(delta.n), interval(delta), survived, kept))
     return table(("scheme", "seed", "n", "gain", "gain survival", "gain kept"), body)
 

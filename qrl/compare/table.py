@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from qrl import names
-from qrl.compare import scales, seeds
+from qrl.compare import health, missing, scales, seeds, subgroups
 from qrl.compare.answers import Answers, References
 from qrl.stats import LEVEL
 from qrl.stats.clusters import ENOUGH
-from qrl.stats.text import interval, percent, table
+from qrl.stats.text import interval, percent_interval, table
 
 if TYPE_CHECKING:
     from qrl.compare.comparison import Comparison, Row
@@ -39,7 +39,7 @@ def as_sentence(comparison: Comparison) -> str:
 
 def as_markdown(comparison: Comparison) -> str:
     """Return cells, gains and verdicts; per seed if there are several; losses; then how to read them."""
-    parts = (_cells, _verdicts, seeds.sections, _losses, scales.sections, _answers, _notes)
+    parts = (_cells, _verdicts, seeds.sections, _losses, scales.sections, _answers, _notes, subgroups.as_markdown)
     return "\n".join(line for part in parts for line in part(comparison))
 
 
@@ -56,17 +56,19 @@ def _cells(comparison: Comparison) -> list[str]:
             p = row.delta.p_two_sided if t_test else row.mcnemar
             gain = [interval(row.delta), "unpaired" if p is None else f"{p:.2g}"]
             survival = interval(row.gain_survival) if row.gain_survival else "not defined"
-            kept = percent(row.gain_kept) if row.gain_kept else "not defined"
+            kept = percent_interval(row.gain_kept) if row.gain_kept else "not defined"
             verdict = f"**{row.verdict.verdict}**" if row.verdict else "reference"
             body.append((comparison.shown(row.scheme), *engine, *accuracies, *gain, survival, kept, verdict))
         lines += [f"## Did the gain of {trained} survive?", "", *table(head, body), ""]
-    return [*lines, *_pass_at(comparison)]
+    marked = {names.cell_name(*cell): note for cell, note in comparison.unhealthy.items()}
+    return [*lines, *health.section(marked), *_pass_at(comparison)]
 
 
 def _accuracy(comparison: Comparison, cell: Cell) -> str:
     value, runs = comparison.cells[cell], len(comparison.runs)
     of_seeds = f", {runs} seeds" if runs > 1 and cell[0] != names.BASE else ""
-    return f"{_with_error(value)} (n = {value.n}{of_seeds})"
+    mark = f" {health.MARK}" if cell in comparison.unhealthy else ""
+    return f"{_with_error(value)} (n = {value.n}{of_seeds}){mark}"
 
 
 def _with_error(value: Estimate) -> str:
@@ -93,7 +95,7 @@ def _losses(comparison: Comparison) -> list[str]:
     body = []
     for scheme in comparison.schemes[1:]:
         losses = {name: loss for row in comparison.rows if row.scheme == scheme for name, loss in row.losses.items()}
-        body.append((scheme, *(interval(losses[variant]) for variant in comparison.variants)))
+        body.append((comparison.shown(scheme), *(interval(losses[variant]) for variant in comparison.variants)))
     head = (f"scheme − {comparison.full}", *comparison.variants)
     return [f"## What quantization costs (n = {comparison.n})", "", *table(head, body), ""] if body else []
 
@@ -136,7 +138,9 @@ def answers_table(
         note += " *reached, then wrong*: the right value appears before a wrong or missing answer."
     if "reference_logprob" in known:
         note += " *references*: worked solutions; the difference is that of their log-likelihood, in nats a token."
-    head += ["right → wrong", "wrong → right", "McNemar's p"]
+    partial = any(answers.partial for answers in by_cell.values())
+    head += ["less credit", "more credit"] if partial else ["right → wrong", "wrong → right"]
+    head.append("McNemar's p")
     return ["## Answers", "", *table(head, body), "", note, ""]
 
 
@@ -213,6 +217,8 @@ def _notes(comparison: Comparison) -> list[str]:
         f"Brackets are 95 % confidence intervals (CI); ± is one standard error. {pairing}",
         *_clusters(comparison),
         *_differing(comparison),
+        *(seeds.repeated_notes(comparison.answered) if comparison.answered else []),
+        *(missing.notes(comparison.answered.filled, comparison.n) if comparison.answered else []),
         *_bootstrap(comparison),
         "",
         "- *gain* = trained − base under one scheme.",

@@ -14,12 +14,14 @@ import pandas as pd
 
 from qrl import names
 from qrl.errors import BadInput
+from qrl.formats import groups
 from qrl.names import BASE, FULL, cell_name
 
 COLUMNS = ("variant", "scheme", "question", "correct")
 LABEL = re.compile(r"(?=.{1,200}\Z)[\w.+-]+( [\w.+-]+)*")  # labels appear in metric names and tables
-OUTCOMES = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
+OUTCOMES = {"false": 0.0, "true": 1.0}
 OPTIONAL = ("seed", "cluster", "sample", names.ENGINE, names.DTYPE, names.SETTINGS, names.PROMPT_HASH)
+OPTIONAL += (names.GROUP_SIZE,)
 LABEL_RULE = "expected letters, digits, spaces and . _ + -, 200 at most"
 ENOUGH = "expected at least 2, and hundreds for a verdict"
 _NESTED = (list, dict, set, tuple, np.ndarray)
@@ -76,7 +78,9 @@ def check_columns(frame: pd.DataFrame) -> None:
             raise BadInput(f"{nested_values}, but every value must be one label or number: write it as text.")
     for column in COLUMNS:
         if empty := np.count_nonzero(frame[column].isna()):
-            raise BadInput(f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}.")
+            what = f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}"
+            wrong = "; `--missing wrong` counts answers without an outcome as wrong" if column == "correct" else ""
+            raise BadInput(f"{what}{wrong}.")
 
 
 def _objects(column: pd.Series) -> Iterable[Any]:
@@ -110,15 +114,16 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
     variant, scheme, question and seed are categoricals of texts, sorted; `seed` is empty if there is none.
 
     Raises:
-        BadInput: as `check_columns` and `check_compatible`; an outcome is not 0 or 1, or a row is duplicated.
+        BadInput: as `check_columns` and `check_compatible`; an outcome is outside 0..1, or a row is duplicated.
     """
     check_columns(frame)
     frame = frame.reset_index(drop=True)  # tables that were concatenated repeat their labels
     given = labels(pd.Series(frame["correct"]))
-    correct = pd.Series(given.cat.categories.str.lower().map(OUTCOMES), dtype=float).to_numpy()[given.cat.codes]
+    correct = _shares(given.cat.categories)[given.cat.codes]
     if wrong := frame.loc[np.isnan(correct), "correct"].astype(object).tolist():
         wrong_value = f"'correct' is {wrong[0]!r:.40} in {len(wrong)} row(s)"
-        raise BadInput(f"{wrong_value}, but must be 0 or 1: grade the completions first, or name another column.")
+        expected = "must be 0 or 1, or a partial credit between them"
+        raise BadInput(f"{wrong_value}, but {expected}: grade the completions first, or name another column.")
     table = frame.filter(items=[*COLUMNS, "cluster", "sample"]).assign(correct=correct)
     table = table.assign(**{column: labels(pd.Series(frame[column])) for column in ("variant", "scheme", "question")})
     check_compatible(frame)
@@ -134,6 +139,14 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
             "several answers to one question in a column 'sample'; --where COLUMN=VALUE keeps some rows only."
         )
     return table
+
+
+def _shares(texts: pd.Index) -> np.ndarray:
+    """Return outcomes as numbers from 0 to 1; NaN for a text that is none."""
+    lower = texts.str.lower()
+    numbers = pd.Series(pd.to_numeric(pd.Series(lower, dtype=object), errors="coerce"), dtype=float)
+    numbers = numbers.fillna(pd.Series(lower.map(OUTCOMES), dtype=float)).to_numpy()
+    return np.where((numbers >= 0) & (numbers <= 1), numbers, np.nan)
 
 
 def seed_labels(seeds: pd.Series) -> pd.Series:
@@ -217,6 +230,16 @@ def full_with_dtype(frame: pd.DataFrame) -> str:
     """Return how tables show the scheme `full`: `full (fp32)` if all its rows name that one dtype, else `full`."""
     dtypes = frame.loc[frame["scheme"] == FULL, names.DTYPE].unique() if names.DTYPE in frame else ()
     return names.shown(FULL, dtypes)
+
+
+def unusual_groups(frame: pd.DataFrame) -> dict[str, int]:
+    """Return scheme → how many inputs share a scale, where the rows name one size, and not the usual one."""
+    if names.GROUP_SIZE not in frame:
+        return {}
+    sizes = pd.DataFrame({"scheme": frame["scheme"], "size": pd.to_numeric(frame[names.GROUP_SIZE], errors="coerce")})
+    by_scheme = sizes.dropna().drop_duplicates().astype({"scheme": str}).groupby("scheme")["size"]
+    found = {str(scheme): [int(size) for size in of_scheme] for scheme, of_scheme in by_scheme}
+    return {scheme: size for scheme, (size, *others) in found.items() if size != groups.USUAL and not others}
 
 
 def quoted(words: Iterable[str]) -> str:

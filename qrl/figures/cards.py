@@ -11,7 +11,7 @@ from qrl.figures.comparison import survival_finding
 from qrl.figures.forest import interval
 from qrl.names import BASE, FULL, cell_name, scheme
 from qrl.stats import Estimate, signed
-from qrl.stats.text import percent
+from qrl.stats.text import percent_interval
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -107,7 +107,21 @@ def _lines(value: Mapping[str, float]) -> str:
 
 
 def _percent(share: Mapping[str, float]) -> str:
-    return percent(Estimate(share["estimate"], share["stderr"], share["low"], share["high"], 0))
+    return percent_interval(Estimate(share["estimate"], share["stderr"], share["low"], share["high"], 0))
+
+
+def unhealthy(table: Mapping[str, Any]) -> list[str]:
+    """Return what quantization did to the answers of cells that broke a limit of health: `base · nf4: 16 % …`."""
+    return [
+        f"{cell_name(variant, name)}: {cell['unhealthy']}"
+        for name, entry in table.items()
+        for variant, cell in entry["cells"].items()
+        if cell.get("unhealthy")
+    ]
+
+
+def _mark(cell: Mapping[str, Any]) -> str:
+    return " †" if cell.get("unhealthy") else ""
 
 
 def _size(row: Row, sizes: Mapping[str, int]) -> str:
@@ -182,7 +196,7 @@ def scales_table(rows: Sequence[Row]) -> str:
         f"means that {trained} loses less than the base."
     )
     sentences = [f"{row.name}: {row.entry['scales']}" for row in rows]
-    return page.html("sentences", sentences=sentences) + page.html("table", head=head, rows=body, note=note)
+    return page.html("notes", items=sentences) + page.html("table", head=head, rows=body, note=note)
 
 
 def scales_question(rows: Sequence[Row]) -> str:
@@ -206,12 +220,15 @@ def cells_table(table: Mapping[str, Any], rows: list[Row], sizes: Mapping[str, i
     for row in rows:
         entry, survival = row.entry, row.entry.get("gain_survival")
         cells = (table[row.scheme]["cells"][name] for name in (BASE, entry["trained"]))
-        accuracies = (f"{cell['accuracy']:.3f} ± {cell['stderr']:.3f}" for cell in cells)
+        accuracies = (f"{cell['accuracy']:.3f} ± {cell['stderr']:.3f}{_mark(cell)}" for cell in cells)
         line = [row.name, *accuracies, _lines(entry["delta"]), _lines(survival) if survival else "reference"]
         line.append(_percent(entry["gain_kept"]) if entry.get("gain_kept") else "")
         size = [_bytes(sizes.get(f"{entry['trained']}:{row.scheme}"))] if sizes else []
         body.append([*line, _label(entry), *size])
     note = f"n = {questions} held-out questions per cell. ± is one standard error, brackets are 95 % intervals."
+    if told := unhealthy(table):
+        note += f" † {'; '.join(told)}. Quantization did that: the cell counts, with unfinished answers as wrong, and "
+        note += "no gate lets it pass."
     return page.html("table", head=head, rows=body, note=note)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from qrl.figures.canvas import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PURPLE, RED, VARIANTS, canvas, finish
 from qrl.names import FULL
-from qrl.stats.text import interval, percent
+from qrl.stats.text import interval, percent_interval
 
 if TYPE_CHECKING:
     from qrl.compare import Cell, Comparison
@@ -44,7 +44,8 @@ def matrix(comparison: Comparison, path: str | Path) -> None:
         style |= {"textcoords": "offset points", "color": colour, "size": 9, "bbox": LABEL}
         for px, cell in zip(x, cells, strict=True):
             axes.annotate(f"{cell.estimate:.3f}", (px, cell.estimate if pair else cell.high), **style)
-    axes.set_xticks(range(len(schemes)), [comparison.shown(scheme) for scheme in schemes], size=12)
+    ticks = [comparison.shown(scheme).replace(" (groups", "\n(groups") for scheme in schemes]
+    axes.set_xticks(range(len(schemes)), ticks, size=12)
     axes.set_xlim(-0.6, len(schemes) - 0.4)
     axes.margins(y=0.12)
     axes.set_ylabel("accuracy")
@@ -83,7 +84,8 @@ def survival(comparison: Comparison, path: str | Path) -> None:
             _shade_words(axes, y, -half_gain, -verdict.margin, (left, right))
         _forest_row(axes, y, verdict, value)
     several = len(comparison.variants) > 2
-    labels = [f"{row.variant} · {row.scheme}" if several else row.scheme for row, _, _ in rows]
+    shown = [(row.variant, comparison.shown(row.scheme)) for row, _, _ in rows]
+    labels = [f"{variant} · {scheme}" if several else scheme for variant, scheme in shown]
     axes.axvline(0, color=INK, lw=1)
     axes.set_xlim(left, right)
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -149,7 +151,7 @@ def _forest_row(axes, y: int, verdict: Verdict, value: Estimate) -> None:
     axes.plot(value.estimate, y, MARKERS[verdict.verdict], ms=6, color="white", mec=colour, mew=1.8)
     _draw_runs(axes, y, value)
     word = "lost, all of it" if verdict.all_lost else verdict.verdict
-    kept = f": {percent(verdict.kept)} kept" if verdict.kept else ""
+    kept = f": {percent_interval(verdict.kept)} kept" if verdict.kept else ""
     style = {"va": "center", "color": INK, "size": 10, "annotation_clip": False}
     axes.annotate(f"{word}{kept}\n{interval(value)}", (1.02, y), xycoords=("axes fraction", "data"), **style)
 

@@ -48,6 +48,7 @@ class Study:
     stored: pd.DataFrame = field(default_factory=pd.DataFrame)
     behaviour: pd.DataFrame = field(default_factory=pd.DataFrame)
     changed: pd.DataFrame = field(default_factory=pd.DataFrame)  # as changed_answers.json holds them
+    notes: Sequence[str] = ()  # as notes.json holds them: what the answers rest on
 
 
 def weights_page(weights: pd.DataFrame, stored: pd.DataFrame, behaviour: pd.DataFrame, path: str | Path) -> None:
@@ -61,10 +62,11 @@ def report(study: Study, path: str | Path) -> None:
     table = {scheme(name): entry for name, entry in study.table.items()}  # older tables say fp16
     rows = cards.rows_of(table)
     quantized = [row for row in rows if row.entry.get("gain_survival")]
-    sections = [
-        Section("Verdicts", "", [cards.verdicts(quantized, study.sizes)]),
-        Section("Cells", "", [cards.cells_table(table, rows, study.sizes), forest(quantized, table)]),
-    ]
+    sections = [Section("Verdicts", "", [cards.verdicts(quantized, study.sizes)])]
+    if study.notes:
+        sections.append(Section("What the answers rest on", "", [page.html("notes", items=study.notes)]))
+    cells = [cards.cells_table(table, rows, study.sizes), forest(quantized, table)]
+    sections.append(Section("Cells", "", cells))
     if on_scales := cards.scales_table(quantized):
         sections.append(Section(cards.scales_question(quantized), "", [on_scales]))
     if answers := cards.answers_table(table, rows):

@@ -70,7 +70,7 @@ def run(
     """
     import torch
 
-    settings = settings or choices.of(scheme, Quantize(), 0)
+    settings = (settings or choices.of(scheme, Quantize(), 0)).sized(source)
     if quantization := checkpoint.check(source).quantization:
         raise BadInput(f"{source} is already quantized ({quantization}): quantize the full-precision checkpoint.")
     check_fit(source, settings)

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from qrl import checkpoint, names
 from qrl.engine import pretrained
 from qrl.errors import QrlError
+from qrl.formats import groups
 from qrl.formats.fakequant import linears, rounding
 from qrl.quantize.fit import HEAD
 from qrl.quantize.settings import CALIBRATED, GPTQ, GROUPED, Settings
@@ -66,7 +67,8 @@ def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence
 
     name = settings.rounding
     model = pretrained.load(source, dtype=torch.float32).eval()
-    scheme = rounding.scheme(name).model_copy(update={"targets": list(linears.covered(model, name))})
+    scheme = rounding.scheme(name, settings.group_size or groups.USUAL)
+    scheme = scheme.model_copy(update={"targets": list(linears.covered(model, name))})
     recipe = QuantizationModifier(config_groups={"group_0": scheme}, ignore=[])
     calibrates = linears.needs_calibration(name)
     scales = linears.read_activation_scales(source) if calibrates else None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint, names
 from qrl.engine import pretrained
 from qrl.errors import BadInput
+from qrl.formats import groups
 from qrl.formats.fakequant import linears
 from qrl.quantize import settings as choices
 from qrl.quantize import staging
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig
 
-GROUP_SIZES = (128, 64, 32)  # of quantize.group_size
 HEAD = "lm_head"  # stays in full precision under every scheme
 # Decoders with the modules that SpinQuant rotates and no others: elsewhere it would miss some and spoil the model.
 ROTATABLE = ("llama", "mistral", "qwen2", "qwen3")
@@ -34,14 +34,30 @@ def check_fit(source: Path, settings: Settings) -> None:
     config, is_awq = checkpoint.config(source), settings.scheme == names.AWQ
     model = pretrained.skeleton(staging.rewrite(config) if is_awq else config)  # awq's transformers is older
     if settings.scheme in names.ROUNDED:
-        linears.check_fit(model, settings.rounding)
+        if settings.group_size == groups.AUTO:
+            settings = settings.with_groups(_fitting(linears.covered(model, settings.rounding).values()))
+        linears.check_fit(model, settings.rounding, settings.group_size or groups.USUAL)
         return
     linears.check_architecture(model, transposed=settings.scheme in names.BITSANDBYTES)
     if settings.scheme == names.SPINQUANT:
         _check_rotatable(model.config)
     if settings.group_size:
+        settings = settings.with_groups(_fitting(_quantized(model).values()))
         fixed, outputs = settings.scheme in choices.FIXED_GROUP, choices.OUTPUTS.get(settings.scheme, 1)
         check_widths(model, settings.group_size, outputs, fixed)
+
+
+def _fitting(linears: Iterable[torch.nn.Linear]) -> int:
+    """Return the group size for linears, as `groups.of` returns it for a checkpoint's matrices."""
+    return groups.fitting(linear.in_features for linear in linears) or groups.USUAL
+
+
+def _quantized(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
+    """Return the linears of a model by name, without the head."""
+    from torch import nn
+
+    named = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: linear for name, linear in named.items() if name.split(".")[-1] != HEAD}
 
 
 def _check_rotatable(config: PretrainedConfig) -> None:
@@ -59,19 +75,17 @@ def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1, fixe
 
     `fixed`: the format defines the group size, so that the recipe cannot choose another.
     """
-    from torch import nn
-
-    named = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    named = [(name, linear) for name, linear in named if name.split(".")[-1] != HEAD]
+    named = _quantized(model)
     if not named:
         raise BadInput("The model has no linear layer to quantize: expected a transformer language model.")
-    for name, linear in named:
+    for name, linear in named.items():
         if linear.in_features % group_size:
             unfit = f"Layer {name} has {linear.in_features} inputs, which groups of {group_size} do not divide"
-            common = math.gcd(*(other.in_features for _, other in named))
-            fitting = next((size for size in GROUP_SIZES if common % size == 0 and not fixed), None)
-            advice = f"set quantize.group_size to {fitting}, which divides all, or choose" if fitting else "choose"
-            raise BadInput(f"{unfit}: {advice} a scheme with a scale per row, such as fp8 or w8a8.")
+            fitting = None if fixed else groups.fitting(other.in_features for other in named.values())
+            advice = "choose a scheme with a scale per row, such as fp8 or w8a8"
+            if fitting:
+                advice = f"set quantize.group_size to {fitting}, which divides all, or to auto, or {advice}"
+            raise BadInput(f"{unfit}: {advice}.")
         if linear.out_features % outputs:
             unfit = f"Layer {name} has {linear.out_features} outputs"
             raise BadInput(f"{unfit}, but this scheme needs a multiple of {outputs}: use nf4 or fp8.")

@@ -3,17 +3,21 @@
 import hashlib
 import json
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from qrl import names, process
 from qrl.errors import BadInput
+from qrl.formats import groups
 from qrl.recipe import Quantize
 
 TASK, ROLLOUTS = "task", "rollouts"  # sources of calibration texts; anything else is a file
 GPTQ = {names.GPTQ: None, names.GPTQ_INT3: 3, names.GPTQ_INT2: 2}  # bits; None: the recipe chooses
 CALIBRATED = (names.AWQ, names.AWQ_CT, *GPTQ, names.AUTOROUND, names.NVFP4, "rtn-nvfp4-a4")  # use calibration texts
-GROUPED = (names.AWQ, names.AWQ_CT, *GPTQ, names.W8A16, names.AUTOROUND, names.SPINQUANT)  # the recipe chooses the size
+GROUPED_ROUNDED = tuple(f"{names.ROUNDED_PREFIX}{name}" for name in names.GROUPED_FORMATS)
+# The recipe chooses the size.
+GROUPED = (names.AWQ, names.AWQ_CT, *GPTQ, names.W8A16, names.AUTOROUND, names.SPINQUANT, *GROUPED_ROUNDED)
 FIXED_GROUP = {  # part of the format
     **dict.fromkeys((names.NVFP4, names.NVFP4A16), 16),
     **dict.fromkeys((names.MXFP4A16, names.MXFP8), 32),
@@ -44,7 +48,7 @@ class Settings:
 
     scheme: str
     bits: int | None
-    group_size: int | None  # input channels that share a scale
+    group_size: groups.Wanted | None  # input channels that share a scale; `auto` until `sized` has seen the model
     symmetric: bool | None  # no zero points
     calibration: str | None  # "task", "rollouts" or a file
     samples: int | None  # calibration texts
@@ -57,12 +61,27 @@ class Settings:
         """The format of a scheme of `names.ROUNDED`, as `rounding.scheme` reads it."""
         return self.format or self.scheme.removeprefix(names.ROUNDED_PREFIX)
 
+    def sized(self, source: Path) -> "Settings":
+        """Return the settings with the group size that fits a checkpoint, if it is left to that."""
+        return self.with_groups(groups.of(source, self.group_size)) if self.group_size == groups.AUTO else self
+
+    def with_groups(self, size: int) -> "Settings":
+        """Return the settings with a group size, if it is left to the model."""
+        return replace(self, group_size=size) if self.group_size == groups.AUTO else self
+
     def covered(self) -> dict[str, Any]:
         """Return the settings as digests and keys cover them: a format by its content, and nothing where there is none.
 
-        Digests from before there were such files stay valid.
+        Digests from before there were such files, or other groups than those of 128 under rtn-*, stay valid.
+
+        Raises:
+            ValueError: the group size is still left to the model.
         """
+        if self.group_size == groups.AUTO:
+            raise ValueError("no model has decided the group size: call `sized`, or `with_groups`")
         settings = asdict(self)
+        if self.scheme in GROUPED_ROUNDED and self.group_size == groups.USUAL:
+            settings["group_size"] = None
         if (file := settings.pop("format")) is not None:
             settings["format"] = process.file_digest(file)
         return settings
@@ -109,7 +128,9 @@ def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
     return Settings(scheme, seed=seed if recipe.calibration_seed is None else recipe.calibration_seed, **chosen)
 
 
-def unheeded(recipe: Quantize, schemes: Sequence[str], typed: Collection[str], beside: Sequence[str] = ()) -> list[str]:
+def unheeded(
+    recipe: Quantize, schemes: Sequence[str], typed: Collection[str], beside: Sequence[str] = (), qat: str = "none"
+) -> list[str]:
     """Return a warning for each setting that some of these schemes ignore.
 
     Args:
@@ -118,6 +139,7 @@ def unheeded(recipe: Quantize, schemes: Sequence[str], typed: Collection[str], b
         typed: keys that the user set beside the recipe; typing other schemes may make a recipe's own setting
             irrelevant.
         beside: schemes that the study adds by itself and that may use a setting.
+        qat: the format that the study trains in, which has groups of the same size.
 
     Raises:
         BadInput: none of the schemes uses a setting.
@@ -130,8 +152,16 @@ def unheeded(recipe: Quantize, schemes: Sequence[str], typed: Collection[str], b
             continue
         sentence = f"{key} = {value} has no effect on {', '.join(ignoring)}"
         using = [scheme for scheme in (*schemes, *beside) if scheme in users]
+        if name == "group_size" and qat in names.GROUPED_FORMATS:
+            using.append(f"train.qat={qat}")
         if not using and (key in typed or "quantize.schemes" not in typed):
             raise BadInput(f"{sentence}: leave it out, or add a scheme that uses it ({', '.join(users)}).")
-        others = f"only {', '.join(using)} uses it" if using else "and no other scheme is quantized"
-        warnings.append(f"{sentence}; {others}.")
+        others = f"only {_and(using)} {'uses' if len(using) == 1 else 'use'} it" if using else ""
+        warnings.append(f"{sentence}; {others or 'and no other scheme is quantized'}.")
     return warnings
+
+
+def _and(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence: `a`, `a and b`, `a, b and c`."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last

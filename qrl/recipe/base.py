@@ -21,9 +21,16 @@ class NotInKey:
     value: object = None
 
 
+@dataclass(frozen=True)
+class Judges:
+    """A mark on a field that judges a cell's answers and changes none: the answers' key leaves it out."""
+
+
 NO_KEY = NotInKey()
+JUDGES = Judges()
 _Value = TypeVar("_Value")
 NoKey = Annotated[_Value, NO_KEY]
+Limit = Annotated[Fraction, JUDGES]
 Selection = Annotated[Literal["random", "first"], NotInKey("selection", "random")]  # which questions of a split
 
 
@@ -32,9 +39,14 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
-    def in_key(self) -> list[str]:
-        """Return the names of the fields that a cache key covers."""
-        return [name for name, field in type(self).model_fields.items() if not any(map(self._marked, field.metadata))]
+    def in_key(self, *, judging: bool = True) -> list[str]:
+        """Return the names of the fields that a cache key covers; without `judging`, none that only judges answers."""
+        covered = []
+        for name, field in type(self).model_fields.items():
+            left_out = JUDGES in field.metadata and not judging
+            if not left_out and not any(map(self._marked, field.metadata)):
+                covered.append(name)
+        return covered
 
     def _marked(self, mark: object) -> bool:
         """Whether this is a `NotInKey` that holds for the present values."""

@@ -245,7 +245,7 @@ def _parse(key: str, text: Any) -> Any:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if text.lower() in ("null", "none", "") and type(None) in options:
         return None
-    if typing.get_origin(annotation) is Literal and all(isinstance(option, int) for option in options):
+    if typing.get_origin(annotation) is Literal and any(isinstance(option, int) for option in options):
         return int(text) if text.isdigit() else text
     return text
 

@@ -11,7 +11,7 @@ import yaml
 from pydantic import JsonValue, ValidationInfo, field_validator
 
 from qrl import names as known
-from qrl.recipe.base import NO_KEY, Count, Fraction, NoKey, NotInKey, Section, Selection, once, one_of, option
+from qrl.recipe.base import JUDGES, NO_KEY, Count, Limit, NoKey, NotInKey, Section, Selection, once, one_of, option
 from qrl.recipe.stages import DEFAULT, Stage, completed
 from qrl.recipe.training import Merge, Rollout, Train, Watch
 
@@ -32,9 +32,10 @@ class Quantize(Section):
     schemes: Annotated[tuple[Scheme, ...], once("scheme", at_least_one=True), NO_KEY] = option(
         ("nf4", "awq"), "schemes of the study, comma-separated"
     )
-    group_size: Literal[32, 64, 128] = option(
-        128,
-        "input channels per scale, for awq*, gptq*, w8a16, autoround and spinquant; other formats have a fixed size",
+    group_size: Literal["auto", 32, 64, 128] = option(
+        "auto",
+        "input channels per scale, for awq*, gptq*, w8a16, autoround, spinquant, rtn-int4/3/2 and train.qat=int4/3/2; "
+        "auto: the largest that divides every layer's inputs; other formats have a fixed size",
     )
     bits: Literal[4, 8] = option(4, "bits per weight for awq-ct and gptq; other schemes have them in their names")
     symmetric: bool | None = option(
@@ -78,12 +79,14 @@ class Evaluate(Section):
     batch_size: Count = option(256, "prompts decoded together")
     max_new_tokens: Count = option(128, "longest answer, in tokens")
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "compute dtype; auto: bf16 on a GPU, fp32 on a CPU")
-    min_eos_rate: Fraction = option(0.95, "smallest share of answers that end with the end token")
-    max_truncation_rate: Fraction = option(0.05, "largest share of answers cut at evaluate.max_new_tokens")
-    min_parse_rate: Fraction = option(0.90, "smallest share of answers in the required format")
-    max_prompt_leak_rate: Fraction = option(0.01, "largest share of answers that repeat chat markers or the question")
-    max_grader_fault_rate: Fraction = option(0.01, "largest share of answers with too much grader time or memory")
-    samples_logged: Count = option(20, "completions in the table of each cell's run")
+    min_eos_rate: Limit = option(0.95, "smallest share of answers that end with the end token")
+    max_truncation_rate: Limit = option(0.05, "largest share of answers cut at evaluate.max_new_tokens")
+    min_parse_rate: Limit = option(0.90, "smallest share of answers in the required format")
+    max_prompt_leak_rate: Limit = option(
+        0.01, "largest share of answers that go on with a new prompt: chat markers, or the question"
+    )
+    max_grader_fault_rate: Limit = option(0.01, "largest share of answers with too much grader time or memory")
+    samples_logged: Annotated[Count, JUDGES] = option(20, "completions in the table of each cell's run")
     selection: Selection = option(
         "random", "held-out questions to take: random (drawn by the seed) or first (the first rows of the file)"
     )
@@ -232,11 +235,14 @@ class Recipe(Section):
                 values |= {f"{key}.{name}": as_text(inner) for name, inner in value.items()}
         return values
 
-    def key_settings(self, *sections: str) -> dict[str, str]:
-        """Return the part of `flat` that a cache key covers: of the top level, and of the sections named."""
+    def key_settings(self, *sections: str, judging: bool = True) -> dict[str, str]:
+        """Return the part of `flat` that a cache key covers: of the top level, and of the sections named.
+
+        `judging` as in `Section.in_key`.
+        """
         covered = {key for key in self.in_key() if not isinstance(getattr(self, key), Section)}
         for section in (*sections, _ALWAYS):
-            covered |= {f"{section}.{name}" for name in getattr(self, section).in_key()}
+            covered |= {f"{section}.{name}" for name in getattr(self, section).in_key(judging=judging)}
         return {key: value for key, value in self.flat().items() if key in covered}
 
 

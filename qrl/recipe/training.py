@@ -98,6 +98,9 @@ class Train(Section):
     dtype: Literal["auto", "fp32", "bf16"] = option(
         "auto", "dtype of both passes; auto: bf16 over a base in bf16, int8 or nf4, else fp32; master weights are fp32"
     )
+    store_dtype: Annotated[Literal["auto", "fp32"], NotInKey("store_dtype", "auto")] = option(
+        "auto", "dtype of the trained weights on the disk; auto: the base's, or fp32 with train.qat"
+    )
     gradient_checkpointing: bool = option(False, "recompute activations in the backward pass to save memory")
     save_every: Count = option(10, "optimizer steps between checkpoints to resume from")
     qat: Annotated[str, AfterValidator(_format)] = option(
@@ -306,4 +309,7 @@ class Merge(Section):
     max_kl: float = option(0.01, "largest KL from the adapter-on model to the merged one, nats per token", gt=0)
     into: Literal["auto", "full", "int8", "nf4"] = option(
         "auto", "the original weights, or the dequantized int8 or nf4 base; auto: what the adapter was trained over"
+    )
+    store_dtype: Annotated[Literal["auto", "fp32"], NotInKey("store_dtype", "auto")] = option(
+        "auto", "dtype of the merged weights on the disk; auto: the base's"
     )

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from qrl.recipe.stages import Stage
 from qrl.stats import Estimate, signed
-from qrl.stats.text import interval, percent
+from qrl.stats.text import interval, percent_interval
 from qrl.tracking.cells import Evaluated
 
 _Check = tuple[bool, str, dict[str, float | str]]  # passed, the reason, what was compared
@@ -91,7 +91,7 @@ def decide(
         gain_kept: as the stage asks for; None asks for nothing.
         min_n: `promote.min_n`, the least number of questions.
     """
-    checks = [_cell(stage, cell), _health(cell.broken), _digest(cell.digest, version_digest)]
+    checks = [_cell(stage, cell), _health(cell), _digest(cell.digest, version_digest)]
     checks += [_few(cell.n, min_n)] if cell.n < min_n else []
     checks += [_itself(cell.digest, before_digest)] if stage.made_from is None else []
     checks += [_lineage(parent, before_digest, stage.made_from)] if stage.made_from else []
@@ -127,9 +127,15 @@ def _itself(digest: str, base: str) -> _Check:
     return False, f"{made}: give the base's own evaluation.", {"base_digest": base}
 
 
-def _health(broken: Sequence[str]) -> _Check:
-    unhealthy = f"The evaluation was unhealthy, so its accuracy does not count: {'; '.join(broken)}."
-    return not broken, unhealthy if broken else "The evaluation was healthy.", {"broken_limits": float(len(broken))}
+def _health(cell: Evaluated) -> _Check:
+    broken = cell.broken
+    facts: dict[str, float | str] = {"broken_limits": float(len(broken))}
+    if not broken:
+        return True, "The evaluation was healthy.", facts
+    unhealthy = "The evaluation was unhealthy, so its accuracy does not count"
+    if cell.unhealthy:
+        unhealthy = f"Quantization made the answers unhealthy ({cell.unhealthy}), and such a cell holds no stage"
+    return False, f"{unhealthy}: {'; '.join(sentence.rstrip('.') for sentence in broken)}.", facts
 
 
 def _few(n: int, least: int) -> _Check:
@@ -177,7 +183,8 @@ def _kept(kept: GainKept) -> _Check:
         return False, f"{asked.capitalize()}, but no gain is shown at full precision.", facts
     passed = share.low >= kept.least
     where = f"{'not below' if passed else 'below'} {100 * kept.least:g} %"
-    reason = f"It keeps {percent(share)} of the gain on n = {share.n} questions; the lower 95 % bound is {where}."
+    kept_share = f"It keeps {percent_interval(share)} of the gain on n = {share.n} questions"
+    reason = f"{kept_share}; the lower 95 % bound is {where}."
     facts |= {"gain_kept": share.estimate, "gain_kept_low": share.low, "gain_kept_high": share.high}
     return passed, reason, facts
 

@@ -11,7 +11,13 @@ def interval(value: Estimate) -> str:
     return f"{signed(value.estimate)} [{signed(value.low)}, {signed(value.high)}]"
 
 
-def percent(share: Estimate) -> str:
+def percent(share: float) -> str:
+    """Return a share in percent: `16 %`; below one, with a decimal, `0.4 %`."""
+    digits = 1 if 0 < share < 0.0095 else 0
+    return f"{100 * share:.{digits}f} %"
+
+
+def percent_interval(share: Estimate) -> str:
     """Return a share in percent with its interval: `62 % [58, 66]`; an end that is unknown is `?`."""
     ends = (f"{100 * end:.0f}".replace("-", "−") if math.isfinite(end) else "?" for end in (share.low, share.high))
     low, high = ends

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 from qrl.stats.estimate import LEVEL, TAIL, Estimate, quantile, signed
 from qrl.stats.shares import Share
 from qrl.stats.simulate import Patterns, questions_to_decide
-from qrl.stats.text import interval, percent
+from qrl.stats.text import interval, percent_interval
 
 Word = Literal["lost", "survives", "reduced", "inconclusive"]
 WORDS: tuple[Word, ...] = get_args(Word)
@@ -71,7 +71,7 @@ class Verdict:
         word = "lost, all of it" if self.all_lost else self.verdict
         if self.kept is None:
             return f"{word}: no gain is shown at full precision" if word == "inconclusive" else word
-        return f"{word}: {percent(self.kept)} of the gain is kept"
+        return f"{word}: {percent_interval(self.kept)} of the gain is kept"
 
 
 @dataclass(frozen=True)

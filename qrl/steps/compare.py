@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,9 @@ import click
 
 from qrl import compare as room
 from qrl import figures, names
-from qrl.compare import ranking, sizes
-from qrl.errors import VerdictFailed
-from qrl.evaluate import groups
+from qrl.compare import missing as absent
+from qrl.compare import notes, ranking, sizes
+from qrl.errors import BadInput, VerdictFailed
 from qrl.files import tables
 from qrl.recipe import Recipe
 from qrl.stats.text import interval
@@ -49,12 +50,13 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
         runs.step("compare", recipe, sections=("compare",), tags={names.TAG_CACHE_KEY: key}),
     ):
         tables.join(rows, work / names.QUESTIONS, {"scheme": names.scheme})
-        text = write(comparison, work, appendix=groups.markdown(frame))
+        found = [*notes_on(comparison), *notes.of_updates(_stored(cells))]
+        text = write(comparison, work, found)
         if len(changed := comparison.changed_shown()):
             contents.log_table(changed, Path(names.CHANGED_JSON).stem)  # the folder's file; marks it as a table
         contents.log_folder(work)
         contents.log_scores(comparison.metrics())
-        contents.describe(comparison.markdown())
+        contents.describe(f"{comparison.markdown()}\n{notes.markdown(found)}")
         if not runs.is_launched():  # a study prints the table at its end
             click.echo(text)
             click.echo(f"Logged to run {runs.active_id()}: {TABLE_FILES}.", err=True)
@@ -63,6 +65,33 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
         values = {"sentence": comparison.sentence(), "metrics": comparison.metrics()}
         reuse.record_outputs(artifacts=artifacts, values=values)
     check_verdicts(comparison, failing)
+
+
+def notes_on(comparison: room.Comparison) -> list[str]:
+    """Return a warning for each pair of variants that gave the same texts."""
+    shown = {scheme: comparison.shown(scheme) for scheme in comparison.schemes}
+    return notes.of_answers(notes.alike(comparison.answered), shown)
+
+
+def _stored(cells: list[str]) -> list[notes.Stored]:
+    """Return what the weights of each trained variant keep of their update, by the runs of full-precision cells."""
+    from qrl.tracking import cells as evaluated
+    from qrl.tracking import lineage
+
+    found = {}
+    for run_id in cells:
+        with contextlib.suppress(BadInput):  # rows that somebody else logged
+            cell = evaluated.read(run_id)
+            if cell.variant == names.BASE or cell.scheme != names.FULL or not cell.model:
+                continue
+            if stored := lineage.kept(cell.model):
+                step, kept = stored
+                found[cell.variant, lineage.training_seed(cell.model)] = (kept, f"{step}.store_dtype=fp32")
+    several = len({seed for _, seed in found}) > 1
+    return [
+        notes.Stored(variant, str(seed) if several else "", kept, setting)
+        for (variant, seed), (kept, setting) in found.items()
+    ]
 
 
 def _answers(cells: list[str]) -> pd.DataFrame:
@@ -83,30 +112,32 @@ def files(
     rank: bool,
     out: str,
     failing: Sequence[str],
+    missing: str | None = None,
     **given: Any,
 ) -> None:
     """Write the table of `compare`, or of `methods` to `rank`, for files or cells of the store; log nothing.
 
     `given` are columns, where and reference, as for `read_questions`, and metric and filter, as for `read_logs`;
-    `failing` as for `check_verdicts`.
+    `failing` as for `check_verdicts`, `missing` as for `from_questions`.
     """
     of_logs = {name: given.pop(name) for name in ("metric", "filter")}
     if questions:
         evidence = room.read_questions(questions, **given, whole=False)
     elif logs:
-        evidence = room.read_logs(logs, reference=given["reference"], **of_logs)
+        evidence = room.read_logs(logs, reference=given["reference"], **of_logs, missing=missing)
     elif not counts:
         evidence = _answers(cells)
     margin = recipe.compare.margin
     comparison = None
+    kept = notes.of_updates(_stored(cells)) if not (questions or logs or counts) else []
     if rank:
-        text = write_methods(ranking.measure(evidence), Path(out))
+        text = write_methods(ranking.measure(absent.filled(evidence, missing)), Path(out))
     else:
         if counts:
             comparison = room.from_counts(room.read_counts(counts), margin=margin, reference=given["reference"])
         else:
-            comparison = room.from_questions(evidence, margin=margin)
-        text = write(comparison, Path(out))
+            comparison = room.from_questions(evidence, margin=margin, missing=missing)
+        text = write(comparison, Path(out), [*notes_on(comparison), *kept])
     click.echo(text)
     click.echo(f"Written to {out}: {METHODS_FILES if rank else TABLE_FILES}.", err=True)
     if comparison:
@@ -155,15 +186,22 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
         outcome.compared(recipe, cells)
 
 
-def write(comparison: room.Comparison, out: Path, *, appendix: str = "") -> str:
-    """Write table.md, with Markdown to add at its end, table.json, changed answers, figures; return the first's text.
+def write(comparison: room.Comparison, out: Path, found: Sequence[str] = ()) -> str:
+    """Write table.md, table.json, notes.json, changed answers, figures; return the first's text.
+
+    Args:
+        comparison: of all cells.
+        out: a folder.
+        found: notes, which follow the tables.
 
     Raises:
         BadInput: `out` cannot be written to.
     """
-    text = f"{comparison.markdown()}\n{appendix}" if appendix else comparison.markdown()
+    text = "\n".join(filter(None, (comparison.markdown(), notes.markdown(found))))
     document = json.dumps(comparison.table_json(), indent=2) + "\n"
     documents = {names.TABLE_MD: text, names.TABLE_JSON: document}
+    if found:
+        documents[names.NOTES_JSON] = json.dumps(list(found), indent=1, ensure_ascii=False) + "\n"
     if comparison.paired:  # as MLflow writes tables
         documents[names.CHANGED_JSON] = comparison.changed_shown().to_json(orient="split", index=False)
     with written(out, "comparison", documents) as drawn:

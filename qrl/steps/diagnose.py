@@ -10,6 +10,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from qrl import checkpoint, figures, names
+from qrl.diagnose import words
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
@@ -40,7 +41,8 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
         with written(Path(out), "diagnosis", {}):  # errors of the inputs are BadInput already
             tempfile.TemporaryFile(dir=out).close()  # fails before minutes of work, not after them
             metrics = _measure(recipe, full, below, Path(out))
-        click.echo("\n".join(f"{name:36} {value:.6g}" for name, value in metrics.items()))
+        lines = [f"{name:36} {value:.6g}" for name, value in metrics.items()]
+        click.echo("\n".join([*lines, "", *words.glossary(metrics)]))
         made = {names.WEIGHTS: True, names.STORED: below, names.BEHAVIOUR: recipe.diagnose.behaviour}
         click.echo(f"Written to {out}: {', '.join(filter(made.get, made))}, {names.FIGURES}/.", err=True)
         return
@@ -55,6 +57,7 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
     ):
         metrics = _measure(recipe, full, below, work)
         contents.log_scores(metrics)
+        contents.describe("\n".join(f"- {line}" for line in words.glossary(metrics)))
         contents.log_folder(work)
         reuse.record_outputs(artifacts=sorted(path.name for path in work.iterdir()), values={"metrics": metrics})
         outcome.diagnosed(base, trained, quantized)

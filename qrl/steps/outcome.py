@@ -48,14 +48,27 @@ def evaluated(recipe: Recipe, models: Mapping[str, str], run_ids: Mapping[str, s
     Two variants in full precision are compared next, and base is promoted; any other cell is evaluated beside base.
     """
     result = "\n".join(f"Run     {run_id}, {cell}" for cell, run_id in run_ids.items())
-    full = [cell for cell in run_ids if cell.endswith(f":{names.FULL}")]
     base = f"{names.BASE}:{names.FULL}"
-    if len(full) > 1 and base in full:
-        _print(result, "compare", {"cells": ",".join(run_ids.values())})
-    elif base in full:
+    if together := comparable(run_ids):
+        _print(result, "compare", {"cells": ",".join(together.values())})
+    elif base in run_ids:
         _print(result, "promote", {"stage": names.BASE, "cell": run_ids[base]})
     else:
         _print(result, "evaluate", {"cells": _listed({base: recipe.model, **models})})
+
+
+def comparable(run_ids: Mapping[str, str]) -> dict[str, str]:
+    """Return the cells that `compare` can put into one table, by `variant:scheme`; none without base and another.
+
+    They are those of the variants that have a cell at full precision, under the schemes that all of these have.
+    """
+    variants = [cell.partition(":")[0] for cell in run_ids if cell.endswith(f":{names.FULL}")]
+    if names.BASE not in variants or len(variants) < 2:
+        return {}
+    schemes = dict.fromkeys(cell.partition(":")[2] for cell in run_ids)
+    whole = [scheme for scheme in schemes if all(f"{variant}:{scheme}" in run_ids for variant in variants)]
+    cells = [f"{variant}:{scheme}" for scheme in whole for variant in variants]
+    return {cell: run_ids[cell] for cell in cells}
 
 
 def compared(recipe: Recipe, run_ids: Sequence[str]) -> None:

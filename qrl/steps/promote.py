@@ -195,8 +195,8 @@ def _measured(cell: Evaluated, stage: Stage) -> Evaluated:
         return cell
     if not cell.rows:
         raise GateRefused(
-            f"Stage {stage.stage} is refused: run {cell.run_id} has no record of its rows, as a cell has that ended in "
-            "health: evaluate it again."
+            f"Stage {stage.stage} is refused: run {cell.run_id} has no record of its rows, as an evaluated cell has: "
+            "evaluate it again."
         )
     accuracy, broken = scores.again(cells.rows([cell.run_id]), cell.limits)
     measured = {"accuracy": accuracy.estimate, "stderr": accuracy.stderr, "n": accuracy.n}

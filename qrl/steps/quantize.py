@@ -13,7 +13,8 @@ from qrl import checkpoint, names, process, tasks
 from qrl import quantize as quantization
 from qrl.engine import device as devices
 from qrl.engine import hf
-from qrl.errors import BadInput
+from qrl.errors import Objections
+from qrl.formats import groups
 from qrl.quantize import calibration, error
 from qrl.quantize import settings as choices
 from qrl.quantize.settings import Settings
@@ -39,12 +40,17 @@ def sources(recipe: Recipe, models: str | None) -> dict[str, checkpoint.Checkpoi
     Raises:
         BadInput: the list is malformed, a model is not a checkpoint, or one is already quantized.
     """
-    checkpoints = {}
+    checkpoints, objections = {}, Objections()
     for variant, address in chosen(recipe, models).items():
-        checkpoints[inputs.check_variant(variant)] = source = checkpoint.check(addresses.folder(address))
+        objections.check(inputs.check_variant, variant)
+        source = objections.check(lambda address=address: checkpoint.check(addresses.folder(address)))
+        if source is None:
+            continue
+        checkpoints[variant] = source
         if source.quantization:
-            raise BadInput(f"{address} is already quantized ({source.quantization}): use full-precision weights.")
-        inputs.check_chat(recipe, source.path)
+            objections.add(f"{address} is already quantized ({source.quantization}): use full-precision weights.")
+        objections.check(inputs.check_chat, recipe, source.path)
+    objections.insist()
     return checkpoints
 
 
@@ -52,8 +58,10 @@ def quantize(recipe: Recipe, schemes: tuple[str, ...], models: str | None) -> No
     """Quantize each model under each scheme, with the same settings and calibration questions, and log the results."""
     settings = [choices.of(scheme, recipe.quantize, recipe.seed) for scheme in schemes]
     checkpoints = sources(recipe, models)
+    objections = Objections()
     for source, chosen_settings in itertools.product(checkpoints.values(), settings):
-        quantization.check_fit(source.path, chosen_settings)
+        objections.check(quantization.check_fit, source.path, chosen_settings)
+    objections.insist()
     process.hush_transformers()
     device = devices.choose(recipe.device)
     texts = [Texts(recipe, chosen_settings, device) for chosen_settings in settings]
@@ -76,10 +84,11 @@ def quantize(recipe: Recipe, schemes: tuple[str, ...], models: str | None) -> No
 
 def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, work: Path) -> str:
     """Quantize one checkpoint in a nested run with its own cache key, and return the address of the result."""
-    recipe, settings, scheme = texts.recipe, texts.settings, texts.settings.scheme
+    recipe, settings, scheme = texts.recipe, texts.settings.sized(source.path), texts.settings.scheme
+    size = groups.of(source.path, recipe.quantize.group_size)
     tags = {
         names.TAG_STEP: "quantize",
-        names.TAG_CACHE_KEY: keys.quantized(recipe, scheme, source.digest, texts.device),
+        names.TAG_CACHE_KEY: keys.quantized(recipe, scheme, source.digest, texts.device, group_size=size),
         names.TAG_VARIANT: variant,
         names.TAG_SCHEME: scheme,
         names.TAG_PARENT_DIGEST: source.digest,
@@ -87,10 +96,12 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
     name = names.cell_name(variant, scheme)
     params = {"variant": variant, "scheme": scheme, "task": tasks.label(recipe.task)}
     with runs.child(name, params=params, tags=tags):
-        result = _with_bars(texts, name, source.path, work / variant)
+        result = _with_bars(texts, settings, name, source.path, work / variant)
         calibrated_on = {"calibration_digest": result.calibration_digest} if result.calibration_digest else {}
         facts = {"bytes": result.bytes, "bits_per_weight": round(result.bits_per_weight, 3), **calibrated_on}
         facts[names.SETTINGS] = settings.digest(texts.questions_digest)
+        if settings.group_size is not None:
+            facts[names.GROUP_SIZE] = settings.group_size
         uri, digest = record.own(recipe, result.path, variant, scheme, parent=source.digest, **facts)
         contents.log_params({f"settings.{key}": value for key, value in asdict(settings).items()} | facts)
         costs = ("bytes", "bits_per_weight", "bits_per_parameter", "seconds")
@@ -105,7 +116,7 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
         return uri
 
 
-def _with_bars(texts: Texts, name: str, source: Path, out: Path) -> quantization.Quantized:
+def _with_bars(texts: Texts, settings: Settings, name: str, source: Path, out: Path) -> quantization.Quantized:
     """Quantize a checkpoint folder while bars show the stage and the texts read."""
     with tqdm(total=len(STAGES), desc=name, unit="stage", leave=False) as bar:
         bar.set_postfix_str(STAGES[0])
@@ -119,7 +130,7 @@ def _with_bars(texts: Texts, name: str, source: Path, out: Path) -> quantization
 
             given = {"calibration": calibration_texts, "probe": probe, "device": texts.device}
             callbacks = {"stage": begin, "progress": tokenized.update}
-            return quantization.run(texts.settings.scheme, source, out, settings=texts.settings, **given, **callbacks)
+            return quantization.run(settings.scheme, source, out, settings=settings, **given, **callbacks)
 
 
 class Texts:

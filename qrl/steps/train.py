@@ -12,7 +12,9 @@ import pandas as pd
 from qrl import checkpoint, figures, names, process, source, tasks, tiny
 from qrl.engine import device as devices
 from qrl.engine import hf, memory
-from qrl.errors import BadInput
+from qrl.errors import BadInput, Objections
+from qrl.formats import groups
+from qrl.formats.kept import Kept
 from qrl.recipe import Recipe
 from qrl.steps import inputs, outcome, record
 from qrl.tasks import contamination, prompt, rows
@@ -26,8 +28,8 @@ from qrl.workspace import WORK, need, workspace
 PROMPTS_TO_CHECK = 8  # that a merged model answers beside the adapter-on model
 LOST = 0.5  # share of the update, as KL to the trained model, above which a merge warns
 _LOST_ADVICE = (
-    "train longer or at a higher rate, so that the update outgrows the rounding of the base's dtype, give the base in "
-    "fp32, or leave merge.into at auto."
+    "set merge.store_dtype = fp32, train longer or at a higher rate, so that the update outgrows the rounding of the "
+    "base's dtype, or leave merge.into at auto."
 )
 RANDOM_TOKENS = 64  # in a prompt, where no question is at hand
 
@@ -56,13 +58,15 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
     questions = inputs.trained(recipe)
     heldout = inputs.all_heldout(recipe)
     world = parallel.processes(recipe.train, device)
-    key = keys.trained(recipe, base.digest, device, teacher=teacher.digest if teacher else None, processes=world)
+    group_size = groups.of(base.path, recipe.quantize.group_size)
+    inputs_of_key = {"teacher": teacher.digest if teacher else None, "processes": world, "group_size": group_size}
+    key = keys.trained(recipe, base.digest, device, **inputs_of_key)
     work = (WORK / f"train-{key[:16]}").resolve()
     probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else ()
     sections = {"settings": recipe.train, "rollout": recipe.rollout, "watch": recipe.watch}
     how = {"task": recipe.task, "template": prompt.of(recipe), "seed": recipe.seed, "device": device}
     folders = {"base": base.path, "work": work / "trainer", "out": work / "model"}
-    job = Job(questions=questions, probed=probed, **sections, **how, **folders)
+    job = Job(questions=questions, probed=probed, group_size=group_size, **sections, **how, **folders)
     _check(job, base, teacher)
     if process.rank():
         verl.join(job) if recipe.train.trainer == "verl" else _run(job, teacher)
@@ -71,6 +75,8 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
     store.prepare()
     params = {"device": device, "processes": world}
     params |= {"base_stored_in": recipe.train.storage, "computed_in": recipe.train.compute}
+    if recipe.train.qat in names.GROUPED_FORMATS:
+        params["qat_group_size"] = group_size
     read, tags = ("train", "rollout", "watch"), _tags(recipe, key, base.digest)
     with (
         workspace(work.name, keep_on_error=True),
@@ -156,16 +162,24 @@ def _bytes_written(recipe: Recipe, base: checkpoint.Checkpoint) -> int:
     if recipe.train.adapter:
         return 0
     saved = min(recipe.train.keep_checkpoints + 1, -(-recipe.train.steps // recipe.train.save_every))
-    return saved * 12 * policy.parameters(base) + base.bytes  # the oldest is deleted once the newest is whole
+    whole = _bytes_stored(base, recipe.train.store_dtype)
+    return saved * 12 * policy.parameters(base) + whole  # the oldest is deleted once the newest is whole
+
+
+def _bytes_stored(base: checkpoint.Checkpoint, dtype: str) -> int:
+    """Return the size of a model like the base, stored in this dtype."""
+    return base.bytes if dtype == "auto" else max(base.bytes, 4 * policy.parameters(base))
 
 
 def check_rollouts(recipe: Recipe) -> None:
     """Check that this machine can sample and train as the recipe says."""
     device = devices.choose(recipe.device)
+    objections = Objections()
     if recipe.train.trainer == "verl":
-        verl.check_recipe(recipe.train, recipe.rollout, recipe.watch)
-    parallel.check(recipe.train, device)
-    rollout.check(recipe.rollout, device, recipe.train)
+        objections.check(verl.check_recipe, recipe.train, recipe.rollout, recipe.watch)
+    objections.check(parallel.check, recipe.train, device)
+    objections.check(rollout.check, recipe.rollout, device, recipe.train)
+    objections.insist()
 
 
 def _warn(alarm: Alarm) -> None:
@@ -178,7 +192,7 @@ def merge(recipe: Recipe, adapter: str) -> None:
     """Fold an adapter into the recipe's model, and log the merged model with what the merge lost."""
     base, folder = checkpoint.check(source.locate(recipe.model)), addresses.folder(adapter)
     merging.check_adapter(folder)
-    need(WORK, base.bytes, "The merged model")
+    need(WORK, _bytes_stored(base, recipe.merge.store_dtype), "The merged model")
     prompts, compared_on = _prompts_to_check(recipe, base.path)
     store.prepare()
     device = devices.choose(recipe.device)
@@ -189,15 +203,18 @@ def merge(recipe: Recipe, adapter: str) -> None:
         runs.step("merge", recipe, sections=("merge",), params={"adapter": adapter}, tags=tags),
     ):
         out, into = work / "model", recipe.merge.into
-        merged = merging.run(base.path, folder, out, prompts, max_kl=limit, into=into, device=device)
+        how = {"max_kl": limit, "into": into, "store_dtype": recipe.merge.store_dtype, "device": device}
+        merged = merging.run(base.path, folder, out, prompts, **how)
         stored = "in full precision" if merged.into == "full" else f"in {merged.into}, dequantized"
         contents.log_params({"merged_into": f"the base {stored}", "compared_on": compared_on})
-        click.echo(f"      KL to the trained model {merged.kl:.2g} nats per token on {compared_on}", err=True)
+        moved = f"of {merged.update_kl:.2g} from it to its base"
+        click.echo(f"      KL to the trained model {merged.kl:.2g}, {moved}, nats per token on {compared_on}", err=True)
         if merged.kl > LOST * merged.update_kl:
             lost = f"KL {merged.kl:.2g} to the trained model, of {merged.update_kl:.2g} from it to its base"
             sentence = f"Merging lost most of what training changed ({lost}, nats per token): {_LOST_ADVICE}"
             click.secho(f"qrl: warning: {sentence}", fg="yellow", err=True)
             contents.tag(f"{names.TAG_WATCH}merge", sentence)
+        _tell_kept(merged.kept, "merge")
         moved = {"merge/kl": merged.kl, "merge/update_kl": merged.update_kl}
         moved |= {"merge/max_logit_diff": merged.max_logit_diff, "merge/residual": merged.merge_residual}
         contents.log_scores(moved | {"merge/base_shift": merged.base_shift})
@@ -260,12 +277,25 @@ def _log_training(trained: Trained, work: Path) -> None:
     shutil.copy(work / "trainer" / arguments.FILE, artifacts / arguments.FILE)
     contents.log_folder(artifacts)
     contents.log_table(trained.completions, "completions")
-    scores = {"seconds": trained.seconds, "resumed_from": trained.resumed_from, **trained.moved}
+    scores = {"seconds": trained.seconds, "resumed_from": trained.resumed_from}
     contents.log_scores({f"train/{name}": value for name, value in scores.items()})
+    _tell_kept(trained.kept, "train")
     if alarm := trained.stopped:
         contents.tag(names.TAG_STOPPED, f"{alarm.watcher}, step {alarm.step}")
         contents.log_scores({"train/stopped_at": alarm.step})
         click.echo(f"Stopped at step {alarm.step} by watch.stop; the weights of that step are kept.", err=True)
+
+
+def _tell_kept(kept: Kept | None, step: str) -> None:
+    """Log and print what the stored weights keep of the update, with a warning where it is less than half."""
+    if kept is None:
+        return
+    contents.log_params({names.STORED_IN: kept.stored_in})
+    contents.log_scores({f"{step}/{name}": value for name, value in kept.metrics().items()})
+    click.echo(f"      {kept.sentence()}", err=True)
+    if warning := kept.warning(f"{step}.store_dtype=fp32"):
+        click.secho(f"qrl: warning: {warning}", fg="yellow", err=True)
+        contents.tag(f"{names.TAG_WATCH}storage", warning)
 
 
 def _record(recipe: Recipe, path: Path, parent: str, artifacts: list[str], *, adapter: bool = False) -> None:

@@ -97,9 +97,18 @@ class Launcher:
                 if made := [f"{label} from run {runs[label].info.run_id[:8]}" for label in missing if runs[label]]:
                     _say(f"      reused, as another study made it: {', '.join(made)}")
                 missing = [label for label in missing if not runs[label]]
-                runs |= self._made(step, missing, failed, alone=len(missing) == len(runs))
-        results = {label: _result(run, reused=label not in missing) for label, run in runs.items() if run}
-        self.results += [(f"{step.name} {label}", result) for label, result in results.items()]
+                try:
+                    runs |= self._made(step, missing, failed, alone=len(missing) == len(runs))
+                except QrlError:  # what it has made all the same is there for the study's last words
+                    runs |= self._found(step, missing)
+                    self._note(step.name, runs, missing)
+                    raise
+        return self._note(step.name, runs, missing)
+
+    def _note(self, step: str, runs: dict[str, Run | None], made: list[str]) -> dict[str, Result]:
+        """Return the results among a step's runs, and keep them; those not just `made` were reused."""
+        results = {label: _result(run, reused=label not in made) for label, run in runs.items() if run}
+        self.results += [(f"{step} {label}", result) for label, result in results.items()]
         return results
 
     def _found(self, step: Step, labels: Iterable[str]) -> dict[str, Run | None]:

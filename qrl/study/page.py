@@ -37,6 +37,7 @@ def write(path: Path, recipe: Recipe, launcher: Launcher, gates: list[Gate]) -> 
         frame(launcher.result("train").run_id, names.HISTORY),
         *(frame(launcher.result("diagnose").run_id, name) for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)),
         _changed(launcher),
+        _notes(launcher),
     )
     figures.report(study, path)
 
@@ -55,6 +56,15 @@ def _changed(launcher: Launcher) -> pd.DataFrame:
     except BadInput:
         return pd.DataFrame()
     return pd.DataFrame(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def _notes(launcher: Launcher) -> list[str]:
+    """Return the notes of the comparison, none where it made none."""
+    try:
+        path = contents.artifact(launcher.result("compare").run_id, names.NOTES_JSON)
+    except BadInput:
+        return []
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def frame(run_id: str, name: str) -> pd.DataFrame:

@@ -4,10 +4,12 @@ import contextlib
 import itertools
 import time
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 
-from qrl import checkpoint, cluster, evaluate, names, tasks
-from qrl.errors import BadInput, GateRefused
+from qrl import checkpoint, cluster, evaluate, names, source, tasks
+from qrl.errors import BadInput, GateRefused, Objections, QrlError
+from qrl.formats import groups
 from qrl.recipe import Recipe
 from qrl.study import preflight
 from qrl.study.build import environment_for, side_by_side, trained_by
@@ -42,13 +44,19 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
 
     began = time.monotonic()
     check_checkout("study")
-    name = registry.registered_name(recipe)  # the last step would refuse a bad name
-    device, base = preflight.check(recipe, overrides, yes=yes)
-    teacher = checkpoint.check(addresses.folder(recipe.train.teacher)).digest if recipe.train.teacher else None
-    ahead = look_ahead("study", lambda dry_run: StudySteps(recipe, dry_run, device).cells(base, teacher))
-    if not ahead.empty:  # the last step would refuse a stage of another cell too
-        registry.check_declared(name, recipe.promote.declared)
-    preflight.rehearse(recipe, device, ahead, yes=yes)
+    objections = Objections()  # all that can be known before a model is loaded
+    name = objections.check(registry.registered_name, recipe)  # the last step would refuse a bad name
+    device, base = preflight.check(recipe, overrides, yes=yes, objections=objections)
+    taught_by = recipe.train.teacher
+    teacher = objections.check(lambda: checkpoint.check(addresses.folder(taught_by)).digest) if taught_by else None
+    ahead = None
+    if base:
+        ahead = objections.check(
+            look_ahead, "study", lambda dry_run: StudySteps(recipe, dry_run, device).cells(base, teacher)
+        )
+    if name and ahead and not ahead.empty:  # the last step would refuse a stage of another cell too
+        objections.check(registry.check_declared, name, recipe.promote.declared)
+    preflight.rehearse(recipe, device, ahead, yes=yes, objections=objections)
     begin_builds(ahead)
     store.prepare()
     shown = f"study of {Path(recipe.model).name} on {tasks.label(recipe.task)}"
@@ -57,9 +65,13 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
             overrides, run.info.run_id, 5 + len(side_by_side(recipe.quantize.schemes)) + recipe.train.adapter
         )
         steps = StudySteps(recipe, launcher, device)
-        models, cells = steps.cells(base, teacher)
-        steps.diagnose(base, models[f"{recipe.train.variant}:{names.FULL}"], models)
-        steps.compare(cells)
+        try:
+            models, cells = steps.cells(base, teacher)
+            steps.diagnose(base, models[f"{recipe.train.variant}:{names.FULL}"], models)
+            steps.compare(cells)
+        except QrlError:
+            report.leave(launcher)
+            raise
         report.show(recipe, launcher)
         try:
             stage = steps.promote(cells)
@@ -77,6 +89,11 @@ class StudySteps:
     def __init__(self, recipe: Recipe, launcher: Launcher, device: str) -> None:
         self.recipe, self.launcher, self.device = recipe, launcher, device
 
+    @cached_property
+    def group_size(self) -> int:
+        """The size of groups that every variant is stored in, since all have the base's layers."""
+        return groups.of(source.locate(self.recipe.model), self.recipe.quantize.group_size)
+
     def cells(self, base: str, teacher: str | None) -> tuple[Models, dict[str, Result]]:
         """Return the study's models and their evaluations, by `variant:scheme`; `base` and `teacher` are digests."""
         trained = self.train(base, teacher)
@@ -90,7 +107,8 @@ class StudySteps:
         nodes = cluster.chosen()
         gpus = nodes.resources("train").gpus if nodes else None
         count = max(nodes.processes() if nodes else 1, parallel.processes(settings, self.device, gpus))
-        key = keys.trained(self.recipe, base, self.device, teacher=teacher, processes=count)
+        inputs = {"teacher": teacher, "processes": count, "group_size": self.group_size}
+        key = keys.trained(self.recipe, base, self.device, **inputs)
         result = self.trained = self._one("train", f"{method}, {settings.steps} steps of {settings.batch}", key)
         if settings.adapter:
             adapter = f"runs:/{result.run_id}/adapter"
@@ -112,7 +130,8 @@ class StudySteps:
         def wanted(schemes: Iterable[str]) -> dict[str, str]:
             pairs = itertools.product(schemes, models.items())
             return {
-                f"{v}:{scheme}": keys.quantized(recipe, scheme, model[1], self.device) for scheme, (v, model) in pairs
+                f"{variant}:{scheme}": keys.quantized(recipe, scheme, digest, self.device, group_size=self.group_size)
+                for scheme, (variant, (_, digest)) in pairs
             }
 
         for group in side_by_side(recipe.quantize.schemes):

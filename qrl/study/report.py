@@ -77,6 +77,18 @@ def show(recipe: Recipe, launcher: Launcher) -> None:
     click.echo(f"\n{text}\n")
 
 
+def leave(launcher: Launcher) -> None:
+    """Print the command that compares the finished cells of a study that ends before its table."""
+    run_ids = {}
+    for label, result in launcher.results:
+        step, _, cell = label.partition(" ")
+        if step == "evaluate":
+            run_ids[cell] = result.run_id
+    if together := outcome.comparable(run_ids):
+        command = process.command("compare", {"cells": ",".join(together.values())})
+        click.echo(f"The finished cells, {', '.join(together)}, can be compared all the same:\n{command}", err=True)
+
+
 def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | None = None, refused: str = "") -> None:
     """Complete the page with gates and versions; print where everything is, what to run next, and how long it took.
 

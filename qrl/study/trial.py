@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -51,21 +53,25 @@ def run(recipe: Recipe, path: Path, device: str) -> Trial:
     """
     if device == "cpu":
         return _run(recipe, path, device)
-    context = multiprocessing.get_context("spawn")  # a process that has used a GPU cannot fork
+    context = process.context("spawn")  # a process that has used a GPU cannot fork
     try:
         before = multiprocessing.active_children()  # a notebook's own
-        with ProcessPoolExecutor(1, context, process.settle) as pool:
+        with ProcessPoolExecutor(1, context, _begin, (os.getpid(),)) as pool:
             try:
                 return pool.submit(_run, recipe, path, device).result()
-            except KeyboardInterrupt:
+            finally:  # nobody waits for answers after Ctrl-C, nor for its way of ending once they are there
                 for child in set(multiprocessing.active_children()).difference(before):
-                    child.kill()  # else the pool waits until the answers are there
-                raise
+                    child.kill()
     except RuntimeError as error:  # torch's OutOfMemoryError, or BrokenProcessPool where the process was killed
         if type(error).__name__ not in ("OutOfMemoryError", "BrokenProcessPool"):
             raise
         lacking = f"The base could not answer {N} questions on this {device} ({first_line(error)})"
         raise QrlError(f"{lacking}: free its memory, or use a smaller model or evaluate.max_new_tokens.") from None
+
+
+def _begin(parent: int) -> None:
+    process.die_with_parent(parent, signal.SIGKILL)
+    process.settle()
 
 
 def _run(recipe: Recipe, path: Path, device: str) -> Trial:
@@ -112,12 +118,10 @@ def _per_step(read_s: float, whole_s: float, answers: list) -> float:
 
 def objections(trial: Trial, recipe: Recipe) -> list[str]:
     """Return a sentence for each reason not to start: no right answer, or a health limit that is surely broken."""
-    from qrl.evaluate import scores
+    from qrl.evaluate import health
 
     frame, n = trial.frame, len(trial.frame)
-    sentences = [
-        f"In this trial {line}" for line in scores.problems(scores.rates(frame), recipe.evaluate, n, sure=True)
-    ]
+    sentences = [f"In this trial {line}" for line in health.problems(health.rates(frame), recipe.evaluate, n)]
     if not frame["correct"].any() and not recipe.train.teacher:
         unread = f"{frame['parsed'].isna().sum()} are not in the form that the task {recipe.task} grades"
         elsewhere = frame["correct_flexible"].sum()
@@ -128,13 +132,15 @@ def objections(trial: Trial, recipe: Recipe) -> list[str]:
     return sentences
 
 
-def text(trial: Trial) -> str:
-    """Return the trial's rates and two of its answers, for the terminal."""
-    from qrl.evaluate import scores
+def text(trial: Trial, recipe: Recipe) -> str:
+    """Return the trial's rates and some of its answers, for the terminal: those that broke a limit, or any two."""
+    from qrl.evaluate import health
 
     frame, n, right = trial.frame, len(trial.frame), int(trial.frame["correct"].sum())
     known, ended = stats.accuracy(right, n), (frame["finish_reason"] == "stop").sum()
     rate = f"{right} right ({known.estimate:.2f}, 95 % interval {known.low:.2f} to {known.high:.2f})"
     form = f"{frame['parsed'].notna().sum()} in the required form, {ended} ended by themselves"
     first = f"[trial] base answers {n} held-out questions: {rate}, {form}; {trial.answers_s / n:.2g} s an answer"
-    return "\n      ".join([first, *scores.answers(frame)])
+    beyond = health.broken(health.rates(frame), recipe.evaluate, n)
+    shown = health.breaking(frame, beyond) or health.answers(frame)
+    return "\n      ".join([first, *shown])

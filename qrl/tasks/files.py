@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qrl import names, process, stats, tasks
-from qrl.errors import BadInput
+from qrl.errors import BadInput, QrlError
 from qrl.files import tables
 from qrl.stats.text import table
 from qrl.workspace import written_whole
@@ -28,7 +29,7 @@ class Graded:
     Attributes:
         task: the task with the grader that was used.
         rows: the rows that were given, each with `parsed`, `strict`, `flexible` and `correct` (0/1: `strict`), and with
-            `fault` if the grader failed.
+            `fault` and `fault_cause` if the grader failed.
     """
 
     task: str
@@ -57,17 +58,33 @@ class Graded:
     _repr_markdown_ = __str__
 
 
-def grade(data: pd.DataFrame | str | Path, task: str, *, columns: Mapping[str, str] | None = None) -> Graded:
+def grade(
+    data: pd.DataFrame | str | Path,
+    task: str,
+    *,
+    columns: Mapping[str, str] | None = None,
+    max_grader_fault_rate: float | None = None,
+) -> Graded:
     """Return a verdict on each completion.
 
     Args:
         data: rows with `completion` and `answer`: a frame, a file, or files per cell (`VARIANT:SCHEME=FILE,…`).
         task: the task with the grader to use, or a task file.
         columns: our name of a column → its name in the data, such as {"completion": "output"}.
+        max_grader_fault_rate: largest share of completions on which the grader may fail; None: as for `evaluate`.
 
     Raises:
         BadInput: the task is unknown, the data cannot be read, or a row lacks a field; the row is named.
+        QrlError: the grader failed on more completions than that; one of them and what it raised are named.
     """
+    most = _most_faults(max_grader_fault_rate)
+    graded = _graded_rows(data, task, columns)
+    if failed := _too_many_faults(graded, most):
+        raise QrlError(failed)
+    return graded
+
+
+def _graded_rows(data: pd.DataFrame | str | Path, task: str, columns: Mapping[str, str] | None) -> Graded:
     tasks.check(task)
     rows = tables.records(data, columns)
     for where, row in rows:
@@ -75,11 +92,44 @@ def grade(data: pd.DataFrame | str | Path, task: str, *, columns: Mapping[str, s
     return Graded(task, tuple(_graded(task, rows)))
 
 
-def grade_file(task: str, source: str | Path, out: str | Path, columns: Mapping[str, str] | None = None) -> str:
+def _most_faults(given: float | None) -> float:
+    """Return the largest share of faults: the one that is given, or the default of `evaluate`."""
+    from qrl.recipe import Evaluate
+
+    if given is None:
+        return Evaluate().max_grader_fault_rate
+    if not 0 <= given <= 1:
+        raise BadInput(f"max_grader_fault_rate is {given!r}, but must be a share from 0 to 1, such as 0.01.")
+    return given
+
+
+def _too_many_faults(graded: Graded, most: float) -> str:
+    """Return a sentence if the grader failed on too many completions, with its most frequent cause; else nothing."""
+    n = len(graded.rows)
+    faults = [row for row in graded.rows if "fault" in row]
+    if len(faults) <= most * n:
+        return ""
+    causes = Counter(row.get("fault_cause") or row["fault"] for row in faults)
+    cause, count = causes.most_common(1)[0]
+    others = f", {len(causes) - 1} other cause(s)" if len(causes) > 1 else ""
+    return (
+        f"The grader of {graded.task} failed on {len(faults)} of {n} completions ({count} times: {cause}{others}), "
+        f"but at most {most:.3g} of them may fail, since each counts as wrong: correct the grader, or allow more by "
+        "max_grader_fault_rate."
+    )
+
+
+def grade_file(
+    task: str,
+    source: str | Path,
+    out: str | Path,
+    columns: Mapping[str, str] | None = None,
+    max_grader_fault_rate: float | None = None,
+) -> str:
     """Write a file's rows with their verdicts as JSONL, whole or not at all; return a summary.
 
     Args:
-        task, source, columns: as for `grade`.
+        task, source, columns, max_grader_fault_rate: as for `grade`.
         out: the file to write.
 
     Returns:
@@ -87,12 +137,14 @@ def grade_file(task: str, source: str | Path, out: str | Path, columns: Mapping[
 
     Raises:
         BadInput: as `grade`, or `out` cannot be written.
+        QrlError: as `grade`, after the rows were written.
     """
+    most = _most_faults(max_grader_fault_rate)
     target = Path(out)
     if target.is_dir() or not target.parent.is_dir():  # checked before minutes of grading
         why = "it is a folder" if target.is_dir() else "there is no such folder"
         raise BadInput(f"{out} cannot be written ({why}): give the path of a file, in a folder that exists.")
-    graded = grade(source, task, columns=columns)
+    graded = _graded_rows(source, task, columns)
     text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in graded.rows)
     try:
         with written_whole(target) as partial:  # a lone surrogate is written as JSON's own escape, `\ud800`
@@ -100,11 +152,13 @@ def grade_file(task: str, source: str | Path, out: str | Path, columns: Mapping[
     except OSError as error:
         where = "a path in a folder that exists, on a disk with space"
         raise BadInput(f"{out} cannot be written ({error.strerror}): give {where}.") from None
+    if too_many := _too_many_faults(graded, most):
+        raise QrlError(f"{too_many} The rows in {out} say which, in `fault` and `fault_cause`.")
     n = len(graded.rows)
     strict, flexible = (sum(row[key] for row in graded.rows) / n for key in ("strict", "flexible"))
     parsed = sum(row["parsed"] is not None for row in graded.rows) / n
     faults = sum("fault" in row for row in graded.rows)
-    failed = f", {faults} of them not graded within the grader's limits" if faults else ""
+    failed = f", {faults} of them not graded, since the grader failed" if faults else ""
     if not parsed:
         failed += f", none in the form that --task {task} reads: is it the right task"
     line = f"n = {n}{failed}: strict {strict:.4f}, flexible {flexible:.4f}, parsed {parsed:.4f}; rows in {out}"
@@ -149,6 +203,8 @@ def _graded(task: str, rows: list[tables.Row]) -> list[dict[str, Any]]:
         with tqdm(total=len(rows), desc="grade", unit="row", leave=False, delay=2) as bar:
             verdicts = tasks.grade_many(task, completions, answers, bar.update)
     except BadInput as error:
+        if task not in tasks.TASKS:
+            raise  # the user's file is to blame, not a row
         for (where, _), answer in zip(rows, answers, strict=True):  # name the first line with an unreadable answer
             try:
                 tasks.grade(task, "", answer)  # an empty completion is graded at once
@@ -157,6 +213,6 @@ def _graded(task: str, rows: list[tables.Row]) -> list[dict[str, Any]]:
         raise error  # no single row is to blame
     graded = []
     for (_, row), verdict in zip(rows, verdicts, strict=True):
-        fields = {key: value for key, value in asdict(verdict).items() if key != "fault" or value}
+        fields = {key: value for key, value in asdict(verdict).items() if not key.startswith("fault") or value}
         graded.append(row | fields | {"correct": int(verdict.strict)})
     return graded

@@ -31,9 +31,10 @@ SIGNATURES = {
 }
 _read: dict[str, bytes] = {}  # path → text
 _digests: dict[str, str] = {}  # path → sha256
+_LOADING = "__qrl_loading__"  # attribute of a module whose text is still executed
 _CHECKED = 8  # solutions of a split that must be graded as right
 _SHOWN = 80  # last characters of a completion, shown where a grader returns only right or wrong
-_TIMEOUT, _ERROR = (Verdict(None, False, False, fault) for fault in ("timeout", "error"))
+_ERROR = Verdict(None, False, False, "error")
 
 
 def is_file(task: str) -> bool:
@@ -129,15 +130,16 @@ def grade_many(
 
     Raises:
         BadInput: the file cannot be loaded, or has no `grade`.
+        QrlError: its process ended before it graded.
     """
     function(task, "grade")
     pairs, verdicts = list(zip(completions, answers, strict=True)), []
     for verdict in limits.called(task, _source(task), _graded, pairs, GRADE_S):
         if verdict is limits.LATE:
-            verdicts.append(_TIMEOUT)
+            verdicts.append(Verdict(None, False, False, "timeout", f"took longer than {GRADE_S:g} s"))
         elif isinstance(verdict, str):  # printed once for each line that raises it
             warnings.warn(f"{task}: grade failed, which counts as wrong ({verdict}).", stacklevel=2)
-            verdicts.append(_ERROR)
+            verdicts.append(replace(_ERROR, fault_cause=verdict))
         else:
             verdicts.append(verdict)
         progress(1)
@@ -253,9 +255,14 @@ def read(path: str) -> bytes:
 @cache
 def _module(path: str, source: bytes) -> ModuleType:
     """Return the module of a file's very text, which the digest is of; an import would read it again, or a cache."""
-    module = ModuleType(f"qrl_own_{sha256(source).hexdigest()[:16]}")
+    name = f"qrl_own_{sha256(source).hexdigest()[:16]}"
+    if getattr(sys.modules.get(name), _LOADING, False):  # a script that is its own task file, and grades
+        raise BadInput(f'{path} loads itself: put its main code below `if __name__ == "__main__":`.')
+    module = ModuleType(name)
     module.__file__ = path
+    setattr(module, _LOADING, True)
     sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
     with explained(path, "loading it"):
         exec(compile(source, path, "exec"), module.__dict__)
+    delattr(module, _LOADING)
     return module

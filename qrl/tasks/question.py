@@ -1,7 +1,11 @@
 """What tasks and graders exchange: a question with its gold answer, and the verdict on a completion."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+# A line that opens a turn: "user", "Question:", "### Problem 2:", "Q."
+_TURN = re.compile(r"[\W_]*(user|human|question|problem|prompt|instruction|q)[\W\d_]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +33,13 @@ class Verdict:
     strict: bool  # the strict answer equals the gold answer
     flexible: bool  # the last number anywhere equals the gold answer
     fault: str | None = None  # "timeout" or "error" where the grader itself failed, which counts as wrong
+    fault_cause: str | None = field(default=None, compare=False)  # what it raised, in words
 
 
 def leaked(question: str, text: str, raw: str, markers: Sequence[str]) -> bool:
-    """Return whether a completion has chat markers or repeats the question: signs of a new prompt after the answer.
+    """Return whether a completion goes on, after the answer, with a new prompt: chat markers, or the question again.
+
+    An answer may quote the question ("The answer to the question … is 37") or begin with it: neither is a new prompt.
 
     Args:
         question: its text.
@@ -40,4 +47,23 @@ def leaked(question: str, text: str, raw: str, markers: Sequence[str]) -> bool:
         raw: the completion with special tokens, but without the end token.
         markers: the tokenizer's special tokens.
     """
-    return any(marker in raw for marker in markers) or question.strip() in text
+    return any(marker in raw for marker in markers) or _asked_again(question.strip(), text)
+
+
+def _asked_again(question: str, text: str) -> bool:
+    """Return whether a text has the question in a turn of its own: under a label, or alone on its lines."""
+    for found in re.finditer(re.escape(question), text):
+        before, _, beside = text[: found.start()].rpartition("\n")
+        after = text[found.end() :].partition("\n")[0]
+        earlier, _, label = before.rstrip().rpartition("\n")
+        if beside.strip():
+            labelled, answer = bool(_TURN.fullmatch(beside)), before
+        elif _TURN.fullmatch(label):
+            labelled, answer = True, earlier
+        else:
+            labelled, answer = False, before
+        introduced = answer.rstrip().endswith(":")  # "The question is:", and then the answer
+        alone = not (beside.strip() or after.strip() or introduced)
+        if answer.strip() and (labelled or alone):
+            return True
+    return False

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from qrl import process
 from qrl.errors import BadInput
 from qrl.tasks import arithmetic, prompt
 from qrl.tasks.question import Question
@@ -104,7 +105,7 @@ def _ahead(jobs: Iterator[tuple], workers: int) -> Iterator[list[list[int]]]:
 
     New processes are spawned: a fork could copy a lock that a thread of torch or of the tokenizer holds.
     """
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _end_with_parent) as pool:
+    with ProcessPoolExecutor(workers, process.context("spawn"), _end_with_parent) as pool:
         pending = deque()
         for job in jobs:
             pending.append(pool.submit(_tokenized, *job))

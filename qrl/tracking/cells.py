@@ -30,6 +30,7 @@ class Evaluated:
     task: str = ""  # empty if the run does not say
     settings: Mapping[str, str] = field(default_factory=dict)  # of the `evaluate` step, by key of the recipe, as text
     limits: Mapping[str, object] = field(default_factory=dict)  # of health, by name, as nobody can edit them
+    unhealthy: str = ""  # what quantization did to its answers, where they broke a limit and the cell counts
     rows: str = ""  # sha256 of its rows, recorded when it ended; empty without such a record
     step: str = ""  # run of the `evaluate` step that it belongs to; empty if there is none
 
@@ -79,6 +80,7 @@ def read(run_id: str) -> Evaluated:
         questions=sealed.get("questions") or next(heldout, ""),
         settings=origin.values(above) if above else {},
         limits=sealed.get("limits") or {key.removeprefix("evaluate."): text for key, text in params.items()},
+        unhealthy=recorded.get("unhealthy", ""),
         rows=recorded.get("rows", ""),
         step=step or "",
         task=recorded["task"],

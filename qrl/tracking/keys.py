@@ -2,7 +2,7 @@
 
 A key covers the step's name, the settings that it reads, its inputs' digests, the device class, its environment file
 and the sources that can change its result. It does not cover the commit: a changed README must not retrain. A setting
-that can change no result is marked `NotInKey` in the recipe.
+that can change no result is marked `NotInKey` in the recipe; one that only judges a cell's answers, `Judges`.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from qrl import names, process
+from qrl.formats import groups
 from qrl.quantize import settings as choices
 from qrl.recipe import Recipe
 from qrl.tasks import own, rows
@@ -36,16 +37,28 @@ def pins() -> dict[str, str]:
     return {package: release for package, *releases in pinned for release in releases}
 
 
-def trained(recipe: Recipe, base: str, device: str, *, teacher: str | None = None, processes: int = 1) -> str:
+def trained(
+    recipe: Recipe,
+    base: str,
+    device: str,
+    *,
+    teacher: str | None = None,
+    processes: int = 1,
+    group_size: int = groups.USUAL,
+) -> str:
     """Return the key of a training that starts from the checkpoint with digest `base`.
 
     Args:
         teacher: digest of the checkpoint that `train.teacher` names: its address may come to hold another model.
         processes: number of processes that train together; how they share a batch changes the result.
+        group_size: of the base, as `groups.of` returns it. Only formats of train.qat that have groups depend on it, and
+            the keys of earlier results, in groups of 128, stay.
     """
     inputs = {"base": base} | ({"teacher": teacher} if teacher else {})
     if recipe.train.qat_calibration != choices.TASK:
         inputs["qat_calibration"] = process.file_digest(recipe.train.qat_calibration)
+    if recipe.train.qat in names.GROUPED_FORMATS and group_size != groups.USUAL:
+        inputs["group_size"] = str(group_size)
     if recipe.train.qat.endswith(".yaml"):
         inputs["qat"] = process.file_digest(recipe.train.qat)
     environment = VLLM[device] if recipe.rollout.engine == "vllm" else CORE
@@ -55,23 +68,36 @@ def trained(recipe: Recipe, base: str, device: str, *, teacher: str | None = Non
     return _key("train", recipe, ("train", "rollout", "watch"), inputs, where, environment)
 
 
-def quantized(recipe: Recipe, scheme: str, model: str, device: str) -> str:
-    """Return the key of the checkpoint with digest `model` under a scheme, with the settings that apply to it."""
-    settings = choices.of(scheme, recipe.quantize, recipe.seed)
+def quantized(recipe: Recipe, scheme: str, model: str, device: str, *, group_size: int = groups.USUAL) -> str:
+    """Return the key of the checkpoint with digest `model` under a scheme, with the settings that apply to it.
+
+    `group_size` is the model's, as `groups.of` returns it: a size that is left to the model and the same one, chosen,
+    have one key.
+    """
+    settings = choices.of(scheme, recipe.quantize, recipe.seed).with_groups(group_size)
     texts = settings.calibration
     if texts not in (None, choices.TASK, choices.ROLLOUTS):
         texts = process.file_digest(texts)
     sections = ("evaluate",) if texts == choices.ROLLOUTS else ()  # which says how the policy answers
     inputs = {"model": model, **{key: str(value) for key, value in settings.covered().items()}, "texts": str(texts)}
     recipe = recipe.model_copy(update={"seed": settings.seed})  # the recipe's own has no other part in it
-    return _key("quantize", recipe, sections, inputs, device, ENVIRONMENTS.get(scheme, CORE))
+    return _key("quantize", recipe, sections, inputs, device, ENVIRONMENTS.get(scheme, CORE), judging=False)
 
 
 def cell(recipe: Recipe, variant: str, scheme: str, model: str, device: str) -> str:
     """Return the key of a cell: the checkpoint with digest `model`, evaluated on the recipe's held-out questions."""
+    return _cell(recipe, variant, scheme, model, device, judging=True)
+
+
+def answers(recipe: Recipe, variant: str, scheme: str, model: str, device: str) -> str:
+    """Return the key of a cell's answers, arguments as for `cell`: other limits of health judge the same answers."""
+    return _cell(recipe, variant, scheme, model, device, judging=False)
+
+
+def _cell(recipe: Recipe, variant: str, scheme: str, model: str, device: str, *, judging: bool) -> str:
     inputs = {"model": model, "variant": variant, "scheme": scheme}
     environment = VLLM[device] if recipe.evaluate.engine == "vllm" else CORE
-    return _key("evaluate", recipe, ("evaluate",), inputs, device, environment)
+    return _key("evaluate", recipe, ("evaluate",), inputs, device, environment, judging=judging)
 
 
 def merged(recipe: Recipe, base: str, adapter: str, device: str) -> str:
@@ -90,11 +116,18 @@ def comparison(recipe: Recipe, cells: list[str]) -> str:
 
 
 def _key(
-    step: str, recipe: Recipe, sections: tuple[str, ...], inputs: dict[str, str], device: str, environment: Path = CORE
+    step: str,
+    recipe: Recipe,
+    sections: tuple[str, ...],
+    inputs: dict[str, str],
+    device: str,
+    environment: Path = CORE,
+    *,
+    judging: bool = True,
 ) -> str:
     parts = {
         "step": step,
-        **recipe.key_settings(*sections),
+        **recipe.key_settings(*sections, judging=judging),
         **{f"{INPUT}{name}": digest for name, digest in inputs.items()},
         "data": _data_digest(recipe.data),
         "device": device,

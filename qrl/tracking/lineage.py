@@ -1,5 +1,6 @@
 """Where a model comes from, according to the store: the models that it was made from, and the training's seed."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import mlflow
 from mlflow.entities import LoggedModel, Run
 
 from qrl import names
+from qrl.formats.kept import METRICS, Kept
 from qrl.tracking import models
 
 STEPS_BACK = 8  # merge, quantize and the like; no chain of qrl's is longer
@@ -45,6 +47,21 @@ def training_seed(model_uri: str) -> int | None:
     return next(seeds, None)
 
 
+def kept(model_uri: str) -> tuple[str, Kept] | None:
+    """Return what a model's weights keep of their training's update, and the step that stored it: train or merge.
+
+    It is None for weights that no such step of this store made. Quantized weights are asked for what they were made
+    from. `model_uri` is "models:/m-…".
+    """
+    for model in _models(model_uri):
+        run = mlflow.get_run(model.source_run_id)
+        for step in ("merge", "train"):
+            shares = [run.data.metrics.get(f"{step}/{name}", math.nan) for name in METRICS]
+            if not math.isnan(shares[0]):
+                return step, Kept(*shares, run.data.params.get(names.STORED_IN, ""))
+    return None
+
+
 def _step(run: Run) -> str | None:
     return run.data.tags.get(names.TAG_STEP)
 
@@ -54,16 +71,22 @@ def _chain(model_uri: str) -> Iterator[tuple[LoggedModel, Run]]:
 
     The run of a merged model is the training of its adapter, if the store has it.
     """
+    for model in _models(model_uri):
+        run = mlflow.get_run(model.source_run_id)
+        adapter = run.data.params.get("adapter", "")
+        if _step(run) == "merge" and adapter.startswith("runs:/"):
+            run = mlflow.get_run(adapter.removeprefix("runs:/").partition("/")[0])
+        yield model, run
+
+
+def _models(model_uri: str) -> Iterator[LoggedModel]:
+    """Yield a model and those that it was made from, each as far as a run of this store logged it."""
     try:
         model = mlflow.get_logged_model(models.id_of(model_uri))
         for _ in range(STEPS_BACK):
             if model is None or not model.source_run_id:  # a model may be logged outside of any run
                 return
-            run = mlflow.get_run(model.source_run_id)
-            adapter = run.data.params.get("adapter", "")
-            if _step(run) == "merge" and adapter.startswith("runs:/"):
-                run = mlflow.get_run(adapter.removeprefix("runs:/").partition("/")[0])
-            yield model, run
+            yield model
             model = _parent(model)
     except mlflow.MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # with a failing store, two trainings would look like none

@@ -47,6 +47,13 @@ def find(step: str, key: str) -> Run | None:
     return None
 
 
+def answered(key: str) -> list[Run]:
+    """Return the runs of cells with these answers in the active experiment, newest first: finished, or void."""
+    query = f"tags.`{names.TAG_STEP}` = 'evaluate' and tags.`{names.TAG_ANSWERS_KEY}` = '{key}'"
+    found = mlflow.search_runs(filter_string=query, output_format="list", order_by=_NEWEST_FIRST, max_results=20)
+    return [run for run in found if run.info.status in ("FINISHED", "FAILED")]
+
+
 def changes(step: str, key: str) -> list[str]:
     """Return in words how a wanted result differs from the newest finished one; empty if there is none to compare.
 

@@ -62,7 +62,7 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
     policy.check(settings, tensors)
     policy.check_memory(settings, policy.parameters(base), job.device, policy.parameters(teacher))
     arguments.check(settings, len(job.questions))
-    prepare.check(settings, base.path)
+    prepare.check(settings, base.path, job.group_size)
     if settings.teacher_placement == "server":
         server.check(teacher, job)
 
@@ -114,7 +114,7 @@ def make_trainer(job: Job, teacher: Path):
     loss = functools.partial(divergence, reverse=settings.distill_reverse, temperature=settings.temperature)
     rows = [{"prompt": prompt.messages(question.question, job.template)} for question in job.questions]
     scoring = _teacher(checkpoint.check(teacher), job)
-    trainer = trl_private.distillation_trainer(loss, scoring, job.rollout, settings.qat)(
+    trainer = trl_private.distillation_trainer(loss, scoring, job.rollout, settings.qat, job.group_size)(
         model=policy.load(job.base, settings, job.device),
         args=args,
         train_dataset=arguments.dataset([row for row in rows for _ in range(settings.generations)]),

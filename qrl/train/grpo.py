@@ -35,7 +35,7 @@ def check(base: checkpoint.Checkpoint, job: Job) -> None:
     _check_stop(job)
     arguments.check(job.settings, len(job.questions))
     reward.check(job.settings, job.questions)
-    prepare.check(job.settings, base.path)
+    prepare.check(job.settings, base.path, job.group_size)
 
 
 def _check_stop(job: Job) -> None:
@@ -74,7 +74,7 @@ def make_trainer(job: Job):
         for item in questions
     ]
     tokens = hf.tokenizer(job.base)
-    trainer = trl_private.grpo_trainer(job.rollout, settings.max_resamples, settings.qat)(
+    trainer = trl_private.grpo_trainer(job.rollout, settings.max_resamples, settings.qat, job.group_size)(
         model=policy.load(job.base, settings, job.device),
         reward_funcs=reward.functions(job.task, settings.rewards, settings, tokens),
         args=arguments.make(job),

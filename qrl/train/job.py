@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from heapq import nlargest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qrl.formats import groups
+from qrl.formats.kept import Kept
 from qrl.recipe import Rollout, Train, Watch
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ class Job:
     out: Path  # folder to make; it appears whole, by rename
     rollout: Rollout = Rollout()
     watch: Watch = Watch()
+    group_size: int = groups.USUAL  # of train.qat in integers with groups: inputs that share a scale
     probed: Sequence[tasks.Question] = ()  # for held-out accuracy during training, where `watch.probe_every` is set
     log: Log = lambda metrics, step: None
     warn: Callable[[Alarm], None] = lambda alarm: None  # called once per watcher
@@ -70,4 +73,4 @@ class Trained:
     resumed_from: int  # step of the checkpoint that training resumed from; 0 for a fresh start
     seconds: float  # of this process
     stopped: Alarm | None  # the watcher that ended the training early
-    moved: Mapping[str, float] = field(default_factory=dict)  # from `save.moved`, where all weights were trained
+    kept: Kept | None = None  # what the stored weights keep of the update, where all weights were trained

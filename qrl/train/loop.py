@@ -55,11 +55,12 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
     seconds = time.perf_counter() - began
     state = sharded.gathered(trainer)
     frozen.check(state)
-    moved = {}
+    kept = None
     if process.rank() == 0:  # which has the whole state
         if name := policy.first_nonfinite(model.named_parameters() if state is None else state.items()):
             raise QrlError(f"Training has left NaN or infinity in {name}: lower train.learning_rate. Nothing is kept.")
-        moved = {} if job.settings.adapter else save.moved(model, base, state)
+        if not job.settings.adapter:
+            kept = save.update(model, base, save.stored_in(job.settings, base), state).kept
         save.trained(model, base, job, state)
     trainer.accelerator.wait_for_everyone()
     return Trained(
@@ -71,7 +72,7 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
         resumed_from=step(last) if last else 0,
         seconds=seconds,
         stopped=watching.stopped,
-        moved=moved,
+        kept=kept,
     )
 
 

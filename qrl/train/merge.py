@@ -4,14 +4,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from qrl import checkpoint, process
 from qrl.errors import BadInput, QrlError
 from qrl.formats import header
+from qrl.formats.kept import Kept
 from qrl.recipe import Train
 from qrl.train import policy, save
+from qrl.train.kept import Update
 
 Prompts = Sequence[Sequence[int]]  # lists of token ids
 _OTHER_BASE = 0.01  # of the limit: that base's errors, which the adapter corrects, are no rounding
@@ -25,12 +28,23 @@ class Merged:
     kl: float  # from the adapter-on model, as it was trained, to this one: nats per token, mean over the prompts
     update_kl: float  # the same to the model with the adapter off: what training changed
     max_logit_diff: float  # largest |logit difference| to the adapter-on model; grows with the vocabulary and rounding
-    merge_residual: float  # ‖stored − exact‖ / ‖exact − base‖ over merged weights: the loss to the base's dtype
+    merge_residual: float  # ‖stored − exact‖ / ‖exact − base‖ over merged weights: the loss to the dtype of storage
+    kept: Kept | None  # what the stored weights keep of the update; None for an adapter without linears
     into: str  # full: the original weights; int8, nf4: these, dequantized
     base_shift: float  # ‖dequantized − original‖ / ‖original‖ over packed weights; 0 for full
 
 
-def run(base: Path, adapter: Path, out: Path, prompts: Prompts, *, max_kl: float, into="auto", device="cpu") -> Merged:
+def run(
+    base: Path,
+    adapter: Path,
+    out: Path,
+    prompts: Prompts,
+    *,
+    max_kl: float,
+    into: str = "auto",
+    store_dtype: str = "auto",
+    device: str = "cpu",
+) -> Merged:
     """Merge an adapter into its base in full precision, and compare the result with the adapter-on model.
 
     Args:
@@ -41,6 +55,7 @@ def run(base: Path, adapter: Path, out: Path, prompts: Prompts, *, max_kl: float
         max_kl: limit of `Merged.kl`; a hundredth of it, if the adapter was trained over a base in another storage.
         into: `full`: the original weights; `int8`, `nf4`: these, dequantized; `auto`: what the adapter's record says it
             was trained over, else full.
+        store_dtype: `fp32`, or `auto` for the base's own.
         device: where the base is packed again, as in training; merging itself runs on the CPU.
 
     Raises:
@@ -61,17 +76,19 @@ def run(base: Path, adapter: Path, out: Path, prompts: Prompts, *, max_kl: float
     process.hush_gptqmodel()
     from peft import PeftModel
 
-    (expected, before), dtype = _adapter_on(base, adapter, over, device, prompts), getattr(torch, full.dtype)
+    expected, before = _adapter_on(base, adapter, over, device, prompts)
+    stored_in = full.dtype if store_dtype == "auto" else "float32"
+    dtype = getattr(torch, stored_in)
     original, shift = policy.load(base, Train(), "cpu"), 0.0
     if target.packed:
         shift = _dequantize_into(original, policy.load(base, target, device).dequantize(dtype=torch.float32))
-    merged, residual = fold(PeftModel.from_pretrained(original, adapter), dtype)
+    merged, update = fold(PeftModel.from_pretrained(original, adapter), stored_in)
     stored = _logits(merged.to(dtype).to(torch.float32), prompts)
     kl, update_kl = _kl(expected, stored), _kl(expected, before)
     other_base = over.storage != target.storage
     limit = max_kl * (_OTHER_BASE if other_base else 1)
     if not kl <= limit:
-        reason = "the base's dtype rounds too much of the update away: give a base in a wider one."
+        reason = f"{stored_in} rounds too much of the update away: set merge.store_dtype = fp32."
         if other_base:
             reason = f"it was trained over a base in {over.storage}, and corrects its errors: leave merge.into at auto."
         raise QrlError(
@@ -79,12 +96,15 @@ def run(base: Path, adapter: Path, out: Path, prompts: Prompts, *, max_kl: float
             f"(merge.max_kl = {max_kl:g}): {reason}"
         )
     difference = max(float((on - off).abs().max()) for on, off in zip(expected, stored, strict=True))
-    save.write(merged, base, out, dtype=full.dtype)
-    return Merged(out, kl, update_kl, difference, residual, target.storage if target.packed else "full", shift)
+    save.write(merged, base, out, dtype=stored_in)
+    into = target.storage if target.packed else "full"
+    return Merged(out, kl, update_kl, difference, update.residual, update.kept, into, shift)
 
 
-def fold(adapted, stored: torch.dtype):
-    """Return the plain model of a PEFT model, its adapters merged, and the residual of storing it (see `Merged`).
+def fold(adapted, stored_in: str) -> tuple[Any, Update]:
+    """Return the plain model of a PEFT model, its adapters merged, and what weights stored in this dtype keep of that.
+
+    The update is that of the merged linears: no other weight has one.
 
     Raises:
         TypeError: the model holds bitsandbytes' codes.
@@ -93,14 +113,13 @@ def fold(adapted, stored: torch.dtype):
 
     if any(policy.packed(adapted)):
         raise TypeError("An adapter merges into full-precision weights only, not into codes: dequantize them first.")
-    lost = update = 0.0
+    update = Update(stored_in)
     for module in adapted.modules():
         if isinstance(module, LoraLayer):
+            base = module.get_base_layer().weight.data.float()
             delta = module.get_delta_weight(module.active_adapters[0]).float()
-            exact = module.get_base_layer().weight.data.float() + delta
-            lost += float((exact.to(stored).float() - exact).square().sum())
-            update += float(delta.square().sum())
-    return adapted.merge_and_unload(), (lost / update) ** 0.5 if update else 0.0
+            update.add(base, base + delta)
+    return adapted.merge_and_unload(), update
 
 
 def _trained_over(adapter: Path, base: checkpoint.Checkpoint, into: str) -> Train:

@@ -39,6 +39,9 @@ def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
         raise BadInput(f"{stored} packs the base into codes, but FSDP cannot shard them: {remedy}.")
     if settings.storage == "bf16" and settings.compute == "fp32":
         raise BadInput(f"{stored} computes in bf16, but train.dtype is fp32: leave one of the two out.")
+    if settings.store_dtype != "auto":
+        advice = "leave it out, and set merge.store_dtype, since merging stores the weights"
+        raise BadInput(f"train.store_dtype = {settings.store_dtype} does not apply to an adapter: {advice}.")
     linears = _linears(tensors)
     for target in settings.lora_targets:
         if not any(name == target or name.endswith(f".{target}") for name in linears):

@@ -10,7 +10,8 @@ from qrl import checkpoint
 from qrl.errors import QrlError
 from qrl.formats import header, plain
 from qrl.formats.fakequant import linears
-from qrl.train import policy
+from qrl.recipe import Train
+from qrl.train import kept, policy
 from qrl.train.job import Job
 from qrl.workspace import written_whole
 
@@ -18,10 +19,9 @@ from qrl.workspace import written_whole
 def trained(model, base: checkpoint.Checkpoint, job: Job, state: dict[str, torch.Tensor] | None = None) -> None:
     """Write a job's outcome: an adapter and what it was trained over, or all weights.
 
-    Weights are stored in the base's dtype. QAT's stay in fp32 beside their activation scales, since rounding changes
-    codes. `state` is as in `write`.
+    Activation scales of QAT stand beside its weights. `state` is as in `write`.
     """
-    settings, dtype = job.settings, base.dtype if job.settings.qat == "none" else "float32"
+    settings = job.settings
 
     def note(folder: Path) -> None:
         if settings.adapter:
@@ -29,34 +29,35 @@ def trained(model, base: checkpoint.Checkpoint, job: Job, state: dict[str, torch
         elif (scales := linears.read_activation_scales(job.work)) is not None:
             linears.write_activation_scales(folder, scales)
 
-    write(model, job.base, job.out, dtype=None if settings.adapter else dtype, state=state, note=note)
+    dtype = None if settings.adapter else stored_in(settings, base)
+    write(model, job.base, job.out, dtype=dtype, state=state, note=note)
 
 
-def moved(model, base: checkpoint.Checkpoint, state: dict[str, torch.Tensor] | None = None) -> dict[str, float]:
-    """Return the share of weights that differ from the base's: as trained, and as the base's dtype stores them.
+def stored_in(settings: Train, base: checkpoint.Checkpoint) -> str:
+    """Return the dtype of trained weights on the disk: the base's, or fp32 if that is chosen.
+
+    QAT's always stay in fp32, since rounding them changes codes.
+    """
+    return base.dtype if settings.store_dtype == "auto" and settings.qat == "none" else "float32"
+
+
+def update(model, base: checkpoint.Checkpoint, dtype: str, state: dict[str, torch.Tensor] | None = None) -> kept.Update:
+    """Return what training changed, and what of that weights stored in `dtype` keep; one matrix is read at a time.
 
     A step that is smaller than bf16's spacing shows in the masters alone.
 
     Args:
         model: with all weights trained.
         base: what it started from.
+        dtype: of the checkpoint that `trained` writes.
         state: as in `write`.
-
-    Returns:
-        `moved_share` and `moved_share_stored`; nothing where no weight has the name of one of the base's.
-
-    Source: Zhu et al., The Path Not Taken, arXiv 2511.08567, which tells both shares apart.
     """
     after = dict(model.named_parameters()) if state is None else state
-    trained = [name for name in checkpoint.entries(base.path) if name in after]
-    counts = torch.zeros(3, dtype=torch.float64)
-    for name, before in checkpoint.tensors(base.path, trained):
-        weight = after[name].detach()
-        old = before.to(weight.device)
-        differ = (weight != old.to(weight.dtype)).sum(), (weight.to(old.dtype) != old).sum(), weight.numel()
-        counts += torch.tensor([float(each) for each in differ], dtype=torch.float64)
-    masters, stored, total = counts.tolist()
-    return {"moved_share": masters / total, "moved_share_stored": stored / total} if total else {}
+    found, trained = kept.Update(dtype), [name for name in checkpoint.entries(base.path) if name in after]
+    with torch.no_grad():
+        for name, before in checkpoint.tensors(base.path, trained):
+            found.add(before.to(after[name].device), after[name].detach())
+    return found
 
 
 def write(model, base: Path, out: Path, *, dtype: str | None, state: dict | None = None, note: Callable | None = None):

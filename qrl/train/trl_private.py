@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from qrl.formats import groups
 from qrl.recipe import Rollout
 from qrl.train import rollout as sampling
 from qrl.train.rollout import checks, codes, engine_gap, slot, sync, vllm_engine
@@ -25,12 +26,12 @@ def unsharded(trainer):
     return trainer._dist.summon_full_params(trainer.model_wrapped, recurse=False)
 
 
-def grpo_trainer(settings: Rollout, resamples: int = 0, qat: str = "none") -> type:
+def grpo_trainer(settings: Rollout, resamples: int = 0, qat: str = "none", group_size: int = groups.USUAL) -> type:
     """Return TRL's GRPO trainer, or a subclass that samples with vLLM and logs its gap, or that samples groups again.
 
     Args:
         resamples: rounds of `_resampling`, at most.
-        qat: the format of training, for vLLM.
+        qat, group_size: the format of training, for vLLM.
 
     Raises:
         BadInput: the recipe samples with vLLM, which is not installed.
@@ -42,7 +43,7 @@ def grpo_trainer(settings: Rollout, resamples: int = 0, qat: str = "none") -> ty
     if settings.engine != sampling.VLLM:
         return base
 
-    class Trainer(_sampling_with_vllm(base, settings, qat)):
+    class Trainer(_sampling_with_vllm(base, settings, qat, group_size)):
         def _generate_and_score_completions(self, inputs):
             batch = super()._generate_and_score_completions(inputs)
             engine, own = batch.get("sampling_per_token_logps"), batch.get("old_per_token_logps")
@@ -55,7 +56,7 @@ def grpo_trainer(settings: Rollout, resamples: int = 0, qat: str = "none") -> ty
     return Trainer
 
 
-def _sampling_with_vllm(base: type, settings: Rollout, qat: str, logprobs: int | None = 0) -> type:
+def _sampling_with_vllm(base: type, settings: Rollout, qat: str, group_size: int, logprobs: int | None = 0) -> type:
     """Return a trainer of TRL's that samples through `link`, and logs its speed."""
 
     class Trainer(base):
@@ -63,7 +64,7 @@ def _sampling_with_vllm(base: type, settings: Rollout, qat: str, logprobs: int |
             super().__init__(*args, **kwargs)
             self.use_vllm, self.vllm_mode = True, settings.mode
             self.args.use_vllm, self.args.vllm_mode = True, settings.mode  # for the run's record
-            self.vllm_generation = link(self, settings, qat, logprobs)
+            self.vllm_generation = link(self, settings, qat, group_size, logprobs)
             self._last_loaded_step = -1
 
         def _generate_and_score_completions(self, inputs):
@@ -151,18 +152,19 @@ def _text(prompt: list[dict]) -> str:
     return prompt[-1]["content"]
 
 
-def link(trainer, settings: Rollout, qat: str = "none", logprobs: int | None = 0):
+def link(trainer, settings: Rollout, qat: str = "none", group_size: int = groups.USUAL, logprobs: int | None = 0):
     """Return TRL's link to vLLM with our engine, weights and sampling; TRL's own client queries a server.
 
     Args:
         trainer: TRL's.
         settings: who samples.
-        qat: the format of training.
+        qat, group_size: the format of training.
         logprobs: 0 returns those of sampled tokens, None none.
     """
     from trl.generation.vllm_generation import VLLMGeneration
 
-    cls = type("Generation", (Link, VLLMGeneration), {"trainer": trainer, "settings": settings, "qat": qat})
+    own = {"trainer": trainer, "settings": settings, "qat": qat, "group_size": group_size}
+    cls = type("Generation", (Link, VLLMGeneration), own)
     same = ("model", "accelerator", "processing_class", "max_completion_length", "temperature")
     same += ("repetition_penalty", "top_p", "top_k", "min_p")  # these arguments are named as the trainer's attributes
     return cls(
@@ -182,7 +184,7 @@ class Link:
 
     trainer = None  # TRL's
     settings: Rollout = _TRANSFORMERS
-    qat = "none"
+    qat, group_size = "none", groups.USUAL
     _slot = _base_sent = False  # whether the adapter is sent alone, and the base was sent before
 
     def _init_vllm(self):
@@ -198,7 +200,12 @@ class Link:
         size = {"sequences": self.max_num_seqs, "sleeps": self.enable_sleep_mode}
         place = {"rank": self.accelerator.process_index, "world": self.accelerator.num_processes}
         options = slot.options(self._model()) if self._slot else None
-        how = {"qat": self.qat, "slot": options, "whole": bool(checks.redistributed(self))}
+        how = {
+            "qat": self.qat,
+            "group_size": self.group_size,
+            "slot": options,
+            "whole": bool(checks.redistributed(self)),
+        }
         self.llm = vllm_engine.create(self.model.name_or_path, self.settings, **how, **size, **place)
         set_seed(self.trainer.args.seed, device_specific=True)  # making an engine sets torch's seed
         if self.enable_sleep_mode:
@@ -329,7 +336,11 @@ def question_order(questions: int, of_a_step: int, seed: int) -> Iterator[int]:
 
 
 def distillation_trainer(
-    divergence: Callable[[torch.Tensor, Likeliest], torch.Tensor], teacher: Teacher, settings: Rollout, qat: str
+    divergence: Callable[[torch.Tensor, Likeliest], torch.Tensor],
+    teacher: Teacher,
+    settings: Rollout,
+    qat: str,
+    group_size: int = groups.USUAL,
 ) -> type:
     """Return TRL's distillation trainer with another loss; bookkeeping stays TRL's, and sampling unless vLLM samples.
 
@@ -339,7 +350,7 @@ def distillation_trainer(
         divergence: (N, V) logits of the student, and the teacher's likeliest tokens → (N,).
         teacher: scores the tokens of a micro-batch.
         settings: who samples.
-        qat: the format of training, for vLLM.
+        qat, group_size: the format of training, for vLLM.
 
     Raises:
         BadInput: the recipe samples with vLLM, which is not installed.
@@ -349,7 +360,7 @@ def distillation_trainer(
 
     base = DistillationTrainer
     if settings.engine == sampling.VLLM:
-        base = _sampling_with_vllm(DistillationTrainer, settings, qat, logprobs=None)
+        base = _sampling_with_vllm(DistillationTrainer, settings, qat, group_size, logprobs=None)
 
     class Trainer(base):
         def compute_loss(self, model, inputs, *rest, **named):

@@ -143,6 +143,35 @@ def test_pairing_narrows_what_independence_cannot(frame, comparison):
         assert paired.delta.stderr < row.delta.stderr
 
 
+def test_partial_credit_has_t_intervals_no_mcnemar_and_no_right_or_wrong(frame, tmp_path):
+    draw = np.random.default_rng(3)
+    credit = frame.assign(correct=frame["correct"] * draw.choice([0.5, 0.75, 1.0], len(frame)))
+    found = compare.from_questions(credit)
+    wide = credit.pivot(index="question", columns=["variant", "scheme"], values="correct")
+    accuracy = found.cells["grpo", "full"]
+    assert accuracy.estimate == pytest.approx(wide["grpo", "full"].mean())
+    assert accuracy.stderr == pytest.approx(wide["grpo", "full"].std(ddof=1) / math.sqrt(1000))
+    assert accuracy.low < accuracy.estimate < accuracy.high
+    interval = scipy.stats.ttest_rel(wide["grpo", "nf4"], wide["base", "nf4"]).confidence_interval()
+    assert found.row("nf4").delta.low == pytest.approx(interval.low, abs=3e-4)
+    assert all(row.mcnemar is None for row in found.rows) and not found.pass_at
+    answers, nf4, full = found.answers["grpo", "nf4"], wide["grpo", "nf4"], wide["grpo", "full"]
+    assert (answers.right_to_wrong, answers.wrong_to_right) == ((nf4 < full).sum(), (nf4 > full).sum())
+    text = found.markdown()
+    assert "p of gain (t)" in text and "| less credit | more credit |" in text and "right → wrong" not in text
+    assert set(found.changed_shown()["change"]) == {"less credit", "more credit", "right → wrong", "wrong → right"}
+    credit.astype({"correct": str}).to_csv(tmp_path / "credit.csv", index=False)
+    assert compare.compare(tmp_path / "credit.csv").table_json() == found.table_json()
+    credit.to_parquet(tmp_path / "credit.parquet")
+    assert compare.compare(tmp_path / "credit.parquet").table_json() == found.table_json()
+
+
+def test_pass_at_k_is_not_defined_with_partial_credit(frame):
+    twice = pd.concat([frame.assign(sample=0), frame.assign(sample=1, correct=frame["correct"] / 2)])
+    assert not compare.from_questions(twice).pass_at
+    assert compare.from_questions(pd.concat([frame.assign(sample=0), frame.assign(sample=1)])).pass_at
+
+
 def test_order_of_rows_and_columns_does_not_matter(frame, comparison):
     shuffled = frame.sample(frac=1, random_state=1)[["correct", "question", "scheme", "variant"]]
     assert compare.from_questions(shuffled).table_json() == comparison.table_json()
@@ -294,7 +323,10 @@ def test_write_leaves_tables_and_figures_and_nothing_else(comparison, tmp_path):
         (lambda f: f.drop(columns="correct"), "lacks 'correct'"),
         (lambda f: f.head(0), "is empty"),
         (lambda f: f.assign(correct=f["correct"] * 2), "'correct' is 2"),
-        (lambda f: f.assign(correct=f["correct"] / 3), "must be 0 or 1"),
+        (lambda f: f.assign(correct=f["correct"] * 3), "must be 0 or 1, or a partial credit"),
+        (lambda f: f.assign(correct=f["correct"] - 0.5), "-0.5 in .* must be 0 or 1"),
+        (lambda f: f.assign(correct=["nan", *f["correct"][1:].astype(str)]), "'nan' in 1 row"),
+        (lambda f: f.assign(correct=[float("inf"), *f["correct"][1:]]), "inf in 1 row"),
         (lambda f: f.assign(correct="yes"), "'correct' is 'yes'"),
         (lambda f: f.assign(correct=f["correct"].where(f.index > 0)), "'correct' has 1 empty"),
         (lambda f: pd.concat([f, f.head(1)]), "more than once"),
@@ -363,3 +395,14 @@ def test_margins_and_cells_out_of_range(comparison):
         compare.from_counts(SEED_000, margin=1.5)
     with pytest.raises(BadInput, match="There is no cell grpo · fp8"):
         comparison.difference(("grpo", "fp8"), ("grpo", "full"))
+
+
+def test_groups_of_another_size_are_shown_with_their_scheme(frame):
+    sizes = frame["scheme"].map({"awq": 64, "nf4": 128})
+    shown = compare.from_questions(frame.assign(group_size=sizes))
+    assert [shown.shown(scheme) for scheme in shown.schemes] == ["full", "nf4", "awq (groups of 64)"]
+    assert "| awq (groups of 64) |" in shown.markdown() and "nf4 (groups" not in shown.markdown()
+    assert shown.table_json()["awq"]["label"] == "awq (groups of 64)"
+    other = compare.from_questions(frame.assign(group_size=sizes.where(frame["question"] != "q0", 32)))
+    assert other.shown("awq") == "awq"  # of two sizes none is named
+    assert compare.from_questions(frame).shown("awq") == "awq"

@@ -8,6 +8,7 @@ import pytest
 import scipy.stats
 
 from qrl import compare, figures
+from qrl.compare import seeds
 from qrl.errors import BadInput
 from qrl.steps import compare as steps
 
@@ -306,3 +307,25 @@ def test_seeds_that_are_no_whole_numbers_are_labels(seeds):
     frame = study(seeds=2, n=50, nested=True)
     frame["seed"] = frame["seed"].map(dict(enumerate(seeds)))
     assert set(compare.from_questions(frame).table_json()["full"]["per_seed"]) == set(map(str, seeds))
+
+
+def test_seeds_with_equal_answers_are_named_as_one_run():
+    one, other = study(seeds=1), study(seeds=1, random=7)
+    copied = pd.concat([*(one.assign(seed=k) for k in (0, 1, 10)), other.assign(seed=7)], ignore_index=True)
+    copied.loc[(copied["variant"] == "base") & (copied["seed"] == 1), "correct"] = 0  # only trained cells decide
+    found = compare.from_questions(copied.sample(frac=1, random_state=0))
+    assert seeds.repeated(found.answered) == [("0", "1", "10")]
+    assert "Seeds 0, 1 and 10 gave the same answers in every cell: they are one run" in found.markdown()
+    for column in ("n_tokens", "completion", "parsed", "finish_reason"):  # other answers that are as often right
+        assert seeds.repeated(compare.from_questions(copied.assign(**{column: copied["seed"]})).answered) == []
+
+
+def test_seeds_that_differ_or_know_nothing_are_no_one_run():
+    frame = study()
+    assert seeds.repeated(compare.from_questions(frame).answered) == []
+    changed = pd.concat([study(seeds=1).assign(seed=k) for k in (0, 1)], ignore_index=True)
+    last = changed.index[(changed["variant"] == "grpo") & (changed["seed"] == 1)][-1]
+    changed.loc[last, "correct"] = 1 - changed.loc[last, "correct"]
+    assert seeds.repeated(compare.from_questions(changed).answered) == []
+    alike = changed.assign(correct=(changed["variant"] == "base").astype(int))  # all wrong, as after a collapse
+    assert seeds.repeated(compare.from_questions(alike).answered) == []

@@ -84,7 +84,9 @@ CHANGES = {  # of a row of lm-evaluation-harness
     "another gold answer": (lambda row: row.update(target_hash="0"), "another gold answer"),
     "another limit": (lambda row: row["arguments"]["gen_args_0"]["arg_1"].update(max_gen_toks=9), "another generation"),
     "another prompt by its hash alone": (lambda row: row.update(prompt_hash="0"), "another prompt hash"),
-    "a score between 0 and 1": (lambda row: row.update(exact_match=0.5), "0.5, but must be 0 or 1"),
+    "a score above 1": (lambda row: row.update(exact_match=1.5), "1.5, but must be 0 or 1, .* partial credit"),
+    "a score below 0": (lambda row: row.update(exact_match=-0.5), "-0.5, but must be 0 or 1"),
+    "a score that is no number": (lambda row: row.update(exact_match=float("nan")), "nan, but must be 0 or 1"),
     "a score that is a text": (lambda row: row.update(exact_match="yes"), "must be 0 or 1"),
     "a score that is a list": (lambda row: row.update(exact_match=[1]), "must be 0 or 1"),
     "no score": (lambda row: row.update(metrics=["acc"], acc=1), "has the metric 'acc', not 'exact_match'"),
@@ -134,7 +136,8 @@ SETTINGS = {  # of a log of inspect
     "an evaluation that was stopped": (lambda log: log.update(status="cancelled"), "status 'cancelled'"),
     "an answer that failed": (lambda log: log["samples"][2].update(error={"message": "out of memory"}), "in an error"),
     "answers not scored": (lambda log: log["samples"][0].update(scores=None), "has no scores"),
-    "an answer partly correct": (lambda log: log["samples"][0]["scores"]["pattern"].update(value="P"), "'P', but must"),
+    "an unknown grade": (lambda log: log["samples"][0]["scores"]["pattern"].update(value="X"), "'X', but must"),
+    "more than right": (lambda log: log["samples"][0]["scores"]["pattern"].update(value=85), "85, but must be 0 or 1"),
     "no answers": (lambda log: log.pop("samples"), "has no answers"),
     "no settings": (lambda log: log.update(eval=[]), "cannot be read as a log"),
     "samples that are texts": (lambda log: log.update(samples=["a"]), "cannot be read as a log"),
@@ -150,6 +153,33 @@ def test_logs_of_inspect_that_differ_in_more_than_the_model_are_refused(case, tm
     other.write_text(json.dumps(log))
     with pytest.raises(BadInput, match=sentence):
         compare.read_logs(f"base:full={CASES / 'base.json'},grpo:full={other}", metric="pattern")
+
+
+def test_partial_credit_is_read_from_both_tools(tmp_path):
+    log, changed = document(), rows("grpo")
+    for sample, value in zip(log["samples"], ("P", 0.25, "C", "I"), strict=False):
+        sample["scores"]["pattern"]["value"] = value
+    (tmp_path / "partial.json").write_text(json.dumps(log))
+    found = compare.read_logs(f"base:full={tmp_path / 'partial.json'}", metric="pattern")
+    assert found["correct"].tolist()[:4] == [0.5, 0.25, 1, 0]  # inspect's own value of "P" is a half
+    for row in changed:
+        row["exact_match"] = 0.5
+    (tmp_path / "partial.jsonl").write_text("".join(json.dumps(row) + "\n" for row in changed))
+    source = f"base:full={CASES / 'base.jsonl'},grpo:full={tmp_path / 'partial.jsonl'}"
+    comparison = compare.from_questions(compare.read_logs(source, filter="strict-match"))
+    assert comparison.cells["grpo", "full"].estimate == 0.5 and comparison.row("full").mcnemar is None
+
+
+@pytest.mark.parametrize("change", [{"error": {"message": "out of memory"}}, {"scores": None}])
+def test_samples_of_inspect_that_failed_count_as_wrong_on_request(change, tmp_path):
+    log = document()
+    log["samples"][0].update(change)
+    (tmp_path / "failed.json").write_text(json.dumps(log))
+    with pytest.raises(BadInput, match="--missing wrong"):
+        compare.read_logs(f"base:full={tmp_path / 'failed.json'}", metric="match")
+    source = named(INSPECT, base=tmp_path / "failed.json")
+    found = compare.from_questions(compare.read_logs(source, metric="match", missing="wrong"), missing="wrong")
+    assert found.answered.filled == {("base", "full"): 1} and found.n == 6
 
 
 def test_a_score_with_parts_attachments_and_seeds_are_read(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qrl import quantize, recipe
-from qrl.diagnose import behaviour
+from qrl.diagnose import behaviour, words
 from qrl.engine import hf
 from qrl.recipe.sections import Diagnose
 from qrl.steps import diagnose as step
@@ -65,7 +65,11 @@ def test_the_step_compares_and_draws_next_token_distributions(scheme, in_metric,
     assert (tmp_path / "out" / "figures" / "behaviour.png").stat().st_size > 10_000
     assert "Next-token distributions" in (tmp_path / "out" / "figures" / "weights.html").read_text()
     wanted = {f"behaviour/kl_{in_metric}_base", f"behaviour/top1_agreement_{in_metric}"}
-    assert wanted | {f"weights/code_flip_rate_{in_metric}"} <= set(capsys.readouterr().out.split())
+    printed = capsys.readouterr().out
+    assert wanted | {f"weights/code_flip_rate_{in_metric}"} <= set(printed.split())
+    metrics = [line.split()[0] for line in printed.splitlines() if line.startswith(("weights/", "behaviour/"))]
+    explained = {words.meaning(metric) for metric in metrics}  # fails for one that has no sentence
+    assert all(f"\n{measure}: {sentence}." in printed for measure, sentence in explained) and len(metrics) > 20
 
 
 def test_each_layer_alone_matters_less_than_all_and_is_put_back(model):

@@ -13,7 +13,7 @@ import torch
 from qrl import evaluate, names, stats, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.evaluate import cells, groups, scores
+from qrl.evaluate import cells, groups, health, scores
 from qrl.recipe import Evaluate, Recipe
 from qrl.steps import inputs
 from qrl.tasks import prompt
@@ -213,7 +213,7 @@ def frame(n=100, stopped=100, parsed=100, leaked=0, faults=0):
 
 
 def test_a_healthy_cell_breaks_no_limit():
-    assert scores.problems(scores.rates(frame()), Evaluate(), 100) == []
+    assert health.problems(health.rates(frame()), Evaluate(), 100) == []
 
 
 @pytest.mark.parametrize(
@@ -227,26 +227,40 @@ def test_a_healthy_cell_breaks_no_limit():
     ],
 )
 def test_a_broken_limit_is_named_with_rate_n_and_cause(broken, metric, limit):
-    problems = scores.problems(scores.rates(frame(**broken)), Evaluate(), 100)
+    problems = health.problems(health.rates(frame(**broken)), Evaluate(), 100)
     (said,) = [problem for problem in problems if metric in problem]
     assert limit in said and "0.500 (n = 100)" in said and "likely cause" in said
 
 
 def test_a_limit_that_is_met_exactly_is_kept():
     at_limit = frame(stopped=95, parsed=90, leaked=1, faults=1)
-    assert scores.problems(scores.rates(at_limit), Evaluate(), 100) == []
+    assert health.problems(health.rates(at_limit), Evaluate(), 100) == []
 
 
 @pytest.mark.parametrize(
     ("raw", "text", "leaked"),
+    [("4 + 3 = 7\n#### 7", "4 + 3 = 7\n#### 7", False), ("#### 7<|im_start|>user", "#### 7user", True)],
+)
+def test_chat_markers_are_leaks(raw, text, leaked):
+    assert is_leaked("Why?", text, raw, ["<|im_start|>", "<|im_end|>"]) is leaked
+
+
+@pytest.mark.parametrize(
+    ("text", "leaked"),
     [
-        ("4 + 3 = 7\n#### 7", "4 + 3 = 7\n#### 7", False),
-        ("#### 7<|im_start|>user", "#### 7user", True),
-        ("Why? #### 7", "Why? #### 7", True),
+        ("The answer to the question What is 12 + 25? is 37", False),
+        ("What is 12 + 25?\n37", False),
+        ("Question: What is 12 + 25?\nAnswer: 37", False),
+        ("The question is:\nWhat is 12 + 25?\nSo 37.", False),
+        ('It is 37. "What is 12 + 25?" is a sum.', False),
+        ("37\nWhat is 12 + 25?", True),
+        ("37\n\nWhat is 12 + 25?\n\n37", True),
+        ("37\nuser\nWhat is 12 + 25? Answer with the number only.\nassistant\n37", True),
+        ("37\n### Question 2: What is 12 + 25? Answer: 37", True),
     ],
 )
-def test_chat_markers_and_a_repeated_question_are_leaks(raw, text, leaked):
-    assert is_leaked("Why?", text, raw, ["<|im_start|>", "<|im_end|>"]) is leaked
+def test_a_question_that_an_answer_repeats_is_no_leak_and_one_in_a_new_turn_is(text, leaked):
+    assert is_leaked("What is 12 + 25?", text, text, ["<|im_end|>"]) is leaked
 
 
 def test_rows_of_math_carry_subject_level_and_what_the_grader_could_not_do(monkeypatch):

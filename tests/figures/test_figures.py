@@ -178,11 +178,22 @@ def test_the_report_of_a_study_holds_all_of_it(tmp_path, table):
         figures.Gate("awq", "", "", "refused", "Lost."),
     ]
     tables = {"history": history, "weights": measured(), "stored": stored(), "behaviour": divergences()}
-    study = figures.Study(table, {"Model": "<b>mine</b>", "Commit": ""}, sizes, gates, **tables)
+    notes = ["Warning: grpo: Storing in bf16 rounds <96 %> of the update away.", "And more."]
+    study = figures.Study(table, {"Model": "<b>mine</b>", "Commit": ""}, sizes, gates, **tables, notes=notes)
     figures.report(study, tmp_path / "report.html")
     drawn, text, _ = unpacked(tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 2.5e6
-    parts = ("Verdicts", "Cells", "Gates and versions", "Training", "Weights", "Schemes", "Next-token distributions")
+    assert "<li>Warning: grpo: Storing in bf16 rounds &lt;96 %&gt; of the update away.</li>" in text
+    parts = (
+        "Verdicts",
+        "What the answers rest on",
+        "Cells",
+        "Gates and versions",
+        "Training",
+        "Weights",
+        "Schemes",
+        "Next-token distributions",
+    )
     assert all(f">{part}</h2>" in text for part in parts)
     assert text.count("<details") == 5 and text.index("Gates and versions</h2>") < text.index("<details")
     assert "<h1>" in text and "&lt;b&gt;mine&lt;/b&gt;" in text and "Commit" not in text
@@ -206,6 +217,7 @@ def test_the_report_of_a_study_holds_all_of_it(tmp_path, table):
 def test_a_report_leaves_out_what_is_missing(tmp_path, table):
     figures.report(figures.Study({"full": table["full"]}), tmp_path / "small.html")
     drawn, text, _ = unpacked(tmp_path / "small.html")
+    assert "What the answers rest on" not in text
     assert len(drawn) == 1 and "no quantized scheme" in text and "Gates" not in text
     figures.report(figures.Study(table, weights=measured()), tmp_path / "weights.html")
     assert len(unpacked(tmp_path / "weights.html")[0]) == 2 + 5

@@ -185,7 +185,7 @@ def test_spinquant_keeps_the_model_and_its_matrices_can_be_turned_back(family, t
     plain.write(result.path, tmp_path / "plain")
     rotated = pretrained.load(source, dtype=torch.float32)
     with compressed._oneshot_on("cpu") as oneshot:
-        oneshot(model=rotated, recipe=compressed._recipe(chosen("spinquant"), rotated.config)[:1])
+        oneshot(model=rotated, recipe=compressed._recipe(chosen("spinquant", group_size=128), rotated.config)[:1])
     models = [hf.load(path, "cpu", torch.float32)[0] for path in (source, result.path, tmp_path / "plain")]
     with torch.inference_mode():
         logits = [each(torch.arange(5, 69)[None]).logits for each in (*models, rotated)]
@@ -229,6 +229,15 @@ def test_a_setting_that_a_scheme_ignores_is_reported_and_one_that_all_ignore_is_
     assert unheeded(("awq-ct", "gptq"), "quantize.bits", bits=8, symmetric=True) == []
     (warning,) = unheeded(("nf4", "gptq", "awq"), "quantize.bits", bits=8)
     assert re.fullmatch(r"quantize\.bits = 8 .* nf4, awq; .* gptq .*\.", warning)
+    for schemes, said in (
+        (("nf4", "gptq", "gptq-int3"), "only gptq and gptq-int3 use it"),
+        (("nf4", "gptq"), "only gptq uses it"),
+        (("nf4", "gptq", "rtn-int4", "rtn-int2"), "only gptq, rtn-int4 and rtn-int2 use it"),
+    ):
+        assert unheeded(schemes, group_size=64) == [f"quantize.group_size = 64 has no effect on nf4; {said}."]
+    assert unheeded(("nf4",), group_size="auto") == []
+    (warning,) = settings.unheeded(Quantize(group_size=64), ("nf4",), (), qat="int4")  # training has such groups too
+    assert warning.endswith("has no effect on nf4; only train.qat=int4 uses it.")
     rollouts, added = Quantize(calibration="rollouts"), ("rtn-int4", "rtn-nvfp4-a4")
     (warning,) = settings.unheeded(rollouts, ("nf4",), ("quantize.calibration",), beside=added)
     assert re.fullmatch(r"quantize\.calibration = rollouts .* nf4; .* rtn-nvfp4-a4 .*\.", warning)
@@ -275,7 +284,7 @@ def test_a_missing_llm_compressor_is_an_error_with_advice(monkeypatch, tiny_chec
 
 def test_a_settings_digest_covers_exactly_the_settings_that_the_scheme_uses(tmp_path):
     def digest(scheme, questions="q", **recipe):
-        return chosen(scheme, **recipe).digest(questions)
+        return chosen(scheme, **recipe).with_groups(128).digest(questions)
 
     for scheme, same, other in (
         ("nf4", {"group_size": 32, "bits": 8, "calibration_samples": 4}, {"calibration_seed": 1}),
@@ -283,6 +292,8 @@ def test_a_settings_digest_covers_exactly_the_settings_that_the_scheme_uses(tmp_
         ("gptq", {"symmetric": True}, {"symmetric": False}),
         ("gptq", {"calibration_seed": 0}, {"bits": 8}),
         ("awq", {"bits": 8}, {"group_size": 32}),
+        ("awq", {"group_size": 128}, {"group_size": 64}),
+        ("rtn-int4", {"group_size": 128}, {"group_size": 64}),
         ("awq-ct", {"symmetric": False}, {"calibration": "rollouts"}),
     ):
         assert digest(scheme, **same) == digest(scheme)
@@ -292,6 +303,8 @@ def test_a_settings_digest_covers_exactly_the_settings_that_the_scheme_uses(tmp_
     digests.add(digest(names.RTN_FILE, format=str(tmp_path / "own.yaml")))
     assert len(digests) == len(names.QUANTIZED_SCHEMES)
     assert digest("gptq", "other questions") != digest("gptq")
+    with pytest.raises(ValueError, match="no model has decided the group size"):
+        chosen("gptq").digest("q")
     moved = digest("gptq", calibration="moved/b.jsonl")  # files are identified by their content
     assert digest("gptq", calibration="a.jsonl") == moved
 

@@ -22,7 +22,7 @@ def evaluated(store, tiny_checkpoint, tmp_path):
 
     def make(
         cell: str, parent: str = "", changed: str = "", chat: str = "", finish_reason: str = "stop",
-        questions: str = "of the questions", right: int | None = None, **settings: str,
+        questions: str = "of the questions", right: int = 10, unhealthy: str = "", **settings: str,
     ) -> tuple[str, str]:  # fmt: skip
         folder = tmp_path / (changed or "my-llama")
         if not folder.exists():
@@ -40,8 +40,8 @@ def evaluated(store, tiny_checkpoint, tmp_path):
             dataset = contents.log_dataset("arithmetic", digest=questions, context="heldout", n=20, source="")
             numbers = {names.ACCURACY: 0.6, names.ACCURACY_STDERR: 0.01, names.N: 20}
             contents.log_scores(numbers, model_uri=uri, dataset=dataset)
-            right = 10 + (variant != "base") if right is None else right
-            made.log_rows(tmp_path, variant, scheme, right, finish_reason, digest=digest)
+            facts = {"digest": digest} | ({"unhealthy": unhealthy} if unhealthy else {})
+            made.log_rows(tmp_path, variant, scheme, right + (variant != "base"), finish_reason, **facts)
         return run.info.run_id, digest
 
     return make

@@ -333,6 +333,20 @@ def test_evidence_that_was_edited_is_refused(evaluated, store, tmp_path):
         promoting.promote(few, ["base"], [evaluated("base:full")[0]], {"registered_name"})
 
 
+def test_a_cell_that_quantization_made_unhealthy_counts_and_its_gate_refuses_it(evaluated, store):
+    free = recipe.load(overrides={"registered_name": NAME, "promote.min_gain": "-1", "promote.max_loss": "1"})
+    base, digest = evaluated("base:full")
+    trained, own = evaluated("grpo:full", parent=digest, changed="trained")
+    promoting.promote(free, ["base", "grpo"], [base, trained], {"registered_name"})
+    note = {"finish_reason": "length", "unhealthy": "100 % unfinished, 0 % at full precision"}
+    stored, _ = evaluated("grpo:awq", parent=own, changed="stored", **note)
+    assert cells.read(stored).broken == ()  # its run has finished
+    said = r"Stage awq is refused: Quantization made the answers unhealthy \(100 % unfinished, 0 % at full precision\)"
+    with pytest.raises(GateRefused, match=said):
+        promoting.promote(free, ["awq"], [stored], {"registered_name"})
+    assert "awq" not in pointers()
+
+
 def test_the_rows_that_an_earlier_stage_rests_on_cannot_be_edited_away(evaluated, store):
     """Lower accuracy of the base would make any gain significant."""
     free = recipe.load(overrides={"registered_name": NAME, "promote.min_gain": "-1"})
@@ -371,7 +385,7 @@ def test_a_failed_cell_that_is_declared_finished_is_refused(store):
     for run in (step, cell):
         client.set_terminated(run.info.run_id, "FINISHED")
     client.log_metric(cell.info.run_id, names.ACCURACY, 0.999)
-    with pytest.raises(GateRefused, match="no record of its rows"):
+    with pytest.raises(GateRefused, match=r"evaluation was unhealthy.*eval/truncation_rate"):
         promoting.promote(cut, ["base"], [cell.info.run_id], {"registered_name"})
     assert not versions.model_of(NAME) or not pointers()
 

@@ -12,7 +12,8 @@ import pytest
 
 from qrl import checkpoint, names, process, recipe, tiny
 from qrl.errors import BadInput, QrlError
-from qrl.study import environments, pipeline, preflight
+from qrl.steps import compare, evaluate
+from qrl.study import environments, pipeline, preflight, report
 from qrl.study.launch import DryRun, Launcher, Step, launch
 from qrl.tracking import keys, models, reuse, runs
 
@@ -149,3 +150,29 @@ def test_a_model_that_a_scheme_does_not_fit_is_refused_before_it_is_trained(stor
         overrides = {"device": "cpu", "model": str(odd), "quantize.schemes": f"nf4,{scheme}"}
         with pytest.raises(BadInput, match="down_proj has 200 inputs"):
             preflight.check_schemes(recipe.load("tiny", overrides), odd)
+
+
+@pytest.mark.process
+def test_a_study_that_ends_before_its_table_prints_a_command_that_compares_the_finished_cells(
+    store, monkeypatch, capsys, tmp_path
+):
+    own = recipe.load("tiny", {"device": "cpu", "evaluate.n": "20", "evaluate.batch_size": "20"})
+    monkeypatch.chdir(tmp_path)
+    evaluate.evaluate(own, "base:full=qrl-tiny,grpo:full=qrl-tiny")
+    wanted = {cell: keys.cell(own, *cell.split(":"), DIGEST, "cpu") for cell in ("base:full", "grpo:full", "grpo:nf4")}
+    launcher = Launcher({}, "", 1)
+
+    def fail(*_: object) -> None:
+        raise QrlError("The step failed.")
+
+    monkeypatch.setattr(launcher, "_launch", fail)
+    with pytest.raises(QrlError, match="failed"):
+        launcher.obtain(Step("evaluate", "cells", wanted, lambda missing: {"cells": ",".join(missing)}))
+    capsys.readouterr()
+    report.leave(launcher)
+    said, command = capsys.readouterr().err.splitlines()
+    assert "base:full, grpo:full" in said and " compare " in command
+    compare.compare(own, command.rpartition(" ")[2].split(","))
+    assert "gain of grpo" in capsys.readouterr().out
+    report.leave(Launcher({}, "", 1))
+    assert capsys.readouterr().err == ""

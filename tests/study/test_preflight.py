@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from qrl import names, recipe, tasks, tiny
-from qrl.errors import BadInput, QrlError, UnhealthyCell
-from qrl.evaluate import scores
+from qrl.errors import BadInput, Objections, QrlError, UnhealthyCell
+from qrl.evaluate import health
 from qrl.recipe import Evaluate
 from qrl.steps import evaluate
-from qrl.study import auto, forecast, preflight, trial
+from qrl.study import auto, forecast, pipeline, preflight, trial
 from qrl.study.launch import DryRun
 
 SMALL = {"device": "cpu", "evaluate.n": "40", "evaluate.batch_size": "40", "quantize.schemes": "nf4"}
@@ -118,16 +118,16 @@ def test_a_limit_counts_as_broken_only_if_twenty_answers_show_it():
     assert trial.objections(tried(12, 5, 3), study()) == []  # 17 of 20 may well be 0.9 of all
     (sentence,) = trial.objections(tried(8, 2, 10), study())
     assert "eval/parse_rate is 0.500 (n = 20)" in sentence and "evaluate.min_parse_rate" in sentence
-    rates = scores.rates(answers(12, 5, 3))
-    assert scores.problems(rates, Evaluate(), 20) and not scores.problems(rates, Evaluate(), 20, sure=True)
+    rates = health.rates(answers(12, 5, 3))
+    assert rates[names.PARSE_RATE] < Evaluate().min_parse_rate and not health.problems(rates, Evaluate(), 20)
 
 
 def test_the_answers_shown_are_of_different_kinds_and_short():
-    shown = scores.answers(answers(8, 4, 4))
+    shown = health.answers(answers(8, 4, 4))
     assert [line.rpartition(" ")[2] for line in shown] == ["unread", "wrong"] and "expected 7" in shown[0]
-    assert [line.rpartition(" ")[2] for line in scores.answers(answers(2, 0, 0))] == ["right", "right"]
+    assert [line.rpartition(" ")[2] for line in health.answers(answers(2, 0, 0))] == ["right", "right"]
     long = answers(1, 1, 0).assign(completion="first\n\n" + "x" * 5000 + "\nlast")
-    assert all("first ⏎" in line and line.endswith("⏎ last") and len(line) < 400 for line in scores.answers(long))
+    assert all("first ⏎" in line and line.endswith("⏎ last") and len(line) < 400 for line in health.answers(long))
 
 
 def test_training_memory_is_sixteen_bytes_a_parameter_and_an_adapter_needs_less():
@@ -189,6 +189,63 @@ def test_codes_that_vllm_cannot_run_are_refused_before_anything_is_trained():
         preflight.check(recipe.load("tiny", given), given)
     with pytest.raises(BadInput, match="no kernel for rtn-int2"):
         preflight.check(recipe.load("tiny", given | {"quantize.schemes": "nf4"}), given, beside=["rtn-int2"])
+
+
+def test_all_that_can_be_known_before_a_model_loads_is_told_at_once(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "run", lambda *_: pytest.fail("the base was loaded"))
+    given = {
+        "task": "gsm8k",
+        "data": str(gsm8k(tmp_path / "data", shared=True)),
+        "device": "cpu",
+        "evaluate.tensor_parallel": "2",
+        "evaluate.max_new_tokens": "480",
+        "train.parallel": "ddp",
+        "promote.require_signature": str(tmp_path / "absent.pem"),
+        "quantize.schemes": "nf4,awq",
+    }
+    with pytest.raises(BadInput) as refused:
+        pipeline.study(recipe.load("tiny", given), given)
+    count, *sentences = str(refused.value).splitlines()
+    for words in (
+        "absent.pem",
+        "evaluate.tensor_parallel = 2",
+        "train.parallel = ddp",
+        "1 of 60 held-out questions are among the training questions",
+        "evaluate.max_new_tokens = 480",
+        "needs the environment of projects/awq",
+    ):
+        assert sum(words in sentence for sentence in sentences) == 1, (words, sentences)
+    assert count == f"{len(sentences)} things to correct:" and all(line.startswith("- ") for line in sentences)
+
+
+def test_objections_are_one_sentence_or_a_list_and_hide_what_follows_from_them():
+    found = Objections()
+    found.insist()
+
+    def refuse(sentence: str) -> None:
+        raise BadInput(sentence)
+
+    with pytest.raises(ZeroDivisionError):
+        found.check(lambda: 1 / 0)
+    assert found.check(lambda: 7) == 7 and found.check(refuse, "No a.") is None
+    assert found.check(lambda: 1 / 0) is None  # it may follow from the objection
+    with pytest.raises(BadInput, match=r"\ANo a\.\Z"):
+        found.insist()
+    for sentence in ("No a.", "No b."):
+        found.check(refuse, sentence)
+    with pytest.raises(BadInput, match=r"\A2 things to correct:\n- No a\.\n- No b\.\Z"):
+        found.insist()
+
+
+@pytest.mark.parametrize("changes", [{"evaluate.engine": "vllm"}, {"rollout.engine": "vllm"}])
+def test_no_time_is_estimated_for_an_engine_whose_speed_the_trial_does_not_know(changes, monkeypatch, capsys):
+    monkeypatch.setattr(trial, "run", lambda *_: tried(12, 8))
+    preflight.rehearse(study(), "cpu", everything(), yes=False)
+    assert "time: about" in capsys.readouterr().err
+    preflight.rehearse(study(**changes), "cpu", everything(), yes=False)
+    preflight.rehearse(study(), "cuda", everything(), yes=False)
+    told = capsys.readouterr().err
+    assert "time: about" not in told and told.count("memory: about") == 2
 
 
 def test_without_a_recipe_the_device_decides_between_the_small_and_the_large_one():
@@ -282,6 +339,29 @@ def test_a_signal_during_the_trial_does_not_wait_for_its_answers(monkeypatch, tm
     assert set(multiprocessing.active_children()) <= set(before) and not (tmp_path / "ended").exists()
 
 
+def on_a_cpu(settings: recipe.Recipe, folder: Path, _: str) -> trial.Trial:
+    return trial._run(settings, folder, "cpu")
+
+
+@pytest.mark.process
+def test_a_task_of_ones_own_gets_through_the_trial_in_a_process(monkeypatch, tmp_path):
+    """As on a GPU: the trial's process has started the task's process, and has to end it to end itself."""
+    (tmp_path / "sums.py").write_text(
+        "from qrl.tasks import Question\n\n"
+        "def load(split, n, seed):\n"
+        "    return [Question(f'{split}{i}', f'What is {i}+1?', '', str(i + 1)) for i in range(20)]\n\n"
+        "def grade(completion, answer):\n"
+        "    return completion.strip().endswith(answer)\n"
+    )
+    monkeypatch.setattr(trial, "_run", on_a_cpu)
+    made: list[trial.Trial] = []
+    own = study(task=str(tmp_path / "sums.py"))
+    thread = threading.Thread(target=lambda: made.append(trial.run(own, tiny.PATH, "cuda")), daemon=True)
+    thread.start()
+    thread.join(120)
+    assert not thread.is_alive() and len(made[0].frame) == 20
+
+
 def test_a_base_that_cannot_answer_ends_the_study_with_its_answers_and_yes_goes_on(random_llama, capsys):
     own = study(model=str(random_llama))
     with pytest.raises(BadInput, match=r"none of 20 held-out questions.*--yes"):
@@ -296,11 +376,11 @@ def test_an_unhealthy_cell_of_the_base_ends_the_evaluation_with_answers_and_thei
     import mlflow
 
     cells = ",".join(f"{variant}:full={random_llama}" for variant in ("base", "grpo"))
-    with pytest.raises(UnhealthyCell, match=rf"base · full is unhealthy.*{names.EOS_RATE}.*{names.QUESTIONS}"):
+    with pytest.raises(UnhealthyCell, match=rf"base · full is void.*{names.EOS_RATE}.*{names.QUESTIONS}"):
         evaluate.evaluate(study(model=str(random_llama)), cells)
     printed = capsys.readouterr().err
     assert printed.count("(unreadable, expected") == 2
-    assert printed.splitlines()[-1].startswith("qrl: 1 of 2 cells broke a health limit")
+    assert printed.splitlines()[-1].startswith("qrl: 1 of 2 cells are void")
     statuses = {run.info.run_name: run.info.status for run in mlflow.search_runs(["0"], output_format="list")}
     assert statuses == {"evaluate": "FAILED", "base · full": "FAILED"}
 

@@ -118,7 +118,10 @@ def test_the_study_holds_its_artifacts(client):
         assert artifact(study, name).stat().st_size > 0
     figures = {path.name for path in artifact(study, names.FIGURES).iterdir()}
     assert {"matrix.png", "survival.png", "layer_error.png", "training.png"} <= figures
-    assert b"<h2>Schemes</h2>" in artifact(study, names.REPORT).read_bytes()
+    report = artifact(study, names.REPORT).read_text()
+    assert "<h2>Schemes</h2>" in report
+    kept = "The stored weights of grpo (bf16) keep"  # in the table and on the page
+    assert kept in report and kept in artifact(study, names.TABLE_MD).read_text()
     from qrl import recipe
 
     assert recipe.load(str(artifact(study, names.RECIPE))).train.steps == 3
@@ -287,7 +290,7 @@ def test_a_refused_gate_moves_nothing_and_says_why(studied, client):
 def test_raw_text_prompts_trip_the_gate_instead_of_giving_a_number(store):
     """Study 000's own accident: a chat model asked without its chat template never stops."""
     from qrl import tasks, tiny
-    from qrl.evaluate import cells, scores
+    from qrl.evaluate import cells, health
     from qrl.recipe import Evaluate, Recipe
 
     asked = cells.ask(
@@ -297,7 +300,7 @@ def test_raw_text_prompts_trip_the_gate_instead_of_giving_a_number(store):
         "cpu",
         render=lambda tokenizer, question, template: tokenizer(question)["input_ids"],
     )
-    problems = scores.problems(scores.rates(asked.frame), Evaluate(), 64)
+    problems = health.problems(health.rates(asked.frame), Evaluate(), 64)
     assert any("chat template" in problem for problem in problems)
 
 

@@ -335,17 +335,18 @@ def test_a_command_that_waits_for_bombs_stops_on_sigterm(tmp_path):
 
 
 @pytest.mark.process
-def test_a_script_without_a_guard_gets_a_sentence(tmp_path):
+def test_a_script_without_a_guard_grades_as_one_with_it(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text(r"from qrl import tasks; tasks.grade('math', r'\boxed{\frac{2}{12}}', r'\frac{1}{6}')")
+    script.write_text(
+        "from qrl import tasks\n"
+        r"print(tasks.grade('math', r'\boxed{\frac{2}{12}}', r'\frac{1}{6}').strict)"
+        "\n"
+    )
     environment = os.environ | {"PYTHONPATH": str(Path(qrl.__file__).parents[1])}
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
-    assert done.returncode == 1
-    # Python's resource tracker, a process of its own, may write after the error.
-    errors = [line for line in done.stderr.splitlines() if line.startswith("qrl.errors.QrlError: ")]
-    assert len(errors) == 1 and "__name__ == '__main__'" in errors[0]
+    assert done.returncode == 0 and done.stdout == "True\n", done.stderr[-2000:]  # once: no process ran it again
 
 
 def test_an_empty_or_too_long_gold_answer_is_rejected():

@@ -1,6 +1,7 @@
 """Task files of the user: the README's example, their errors in sentences, graders that fail or hang."""
 
 import json
+import multiprocessing
 import os
 import random
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import psutil
@@ -17,9 +19,10 @@ from pebble.common import CONSTS
 import qrl
 from qrl import recipe, tasks
 from qrl.cli.ending import main
-from qrl.errors import BadInput
+from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe, Train
-from qrl.tasks import Question, Verdict, files, own, prompt
+from qrl.tasks import Question, Verdict, files, limits, own, prompt
+from qrl.tasks.math import pool
 from qrl.tracking import keys
 
 README = Path(qrl.__file__).parent / "tasks" / "own.md"
@@ -118,6 +121,27 @@ def grade(completion, answer):
     assert elsewhere[0].fault == "timeout"  # no signal arrives there
 
 
+def grade_elsewhere(task: str, completion: str, answer: str) -> None:
+    assert tasks.grade_many(task, [completion], [answer])[0].strict
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+@pytest.mark.parametrize("kind", ["a file's", "math"])
+def test_a_process_that_has_graded_ends_by_itself(kind, method, tmp_path):
+    """`multiprocessing` joins a process's children before it ends: somebody has to end them, and no `atexit` will."""
+    task = written(tmp_path, LOAD + "def grade(completion, answer):\n    return True\n") if kind == "a file's" else kind
+    arguments = (task, r"\boxed{x^2+2x+1}", "(x+1)^2")
+    process = multiprocessing.get_context(method).Process(target=grade_elsewhere, args=arguments)
+    for grader in (pool, limits):  # as whoever forks does: their threads would not be copied
+        grader.close()
+    process.start()
+    process.join(60)
+    try:
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+
+
 def test_a_grader_that_hangs_does_not_outlive_a_process_that_was_killed(tmp_path):
     task = written(tmp_path, LOAD + "def grade(completion, answer):\n    return 9 ** 9**9\n")
     program = (
@@ -198,6 +222,100 @@ def test_grade_uses_the_files_grader_and_its_errors_end_with_2(tmp_path, capsys)
         main(["grade", "--task", written(tmp_path, LOAD), str(rows), "--out", str(out)])
     assert ended.value.code == 2 and "no function grade" in capsys.readouterr().err
     assert files.grade(rows, written(tmp_path, LOAD + GRADE)).frame["strict"].tolist() == [True, False]
+
+
+def ran(script: Path, folder: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(Path(qrl.__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+
+
+UNGUARDED = """
+import pandas as pd
+import qrl
+rows = [(12 if i % 5 < right else 13, name, i) for name, right in (("base", 2), ("grpo", 4)) for i in range(10)]
+frame = pd.DataFrame({"completion": [f"so {said}" for said, _, _ in rows], "variant": [name for _, name, _ in rows]})
+frame = frame.assign(answer="12", scheme="full", question=[i for _, _, i in rows])
+print(qrl.grade(frame, task="mine.py").frame.groupby("variant")["correct"].mean().to_dict())
+"""
+
+
+@pytest.mark.process
+def test_a_script_without_a_guard_grades_as_one_with_it(tmp_path):
+    written(tmp_path, LOAD + GRADE)
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    done = ran(tmp_path / "script.py", tmp_path)
+    assert done.returncode == 0 and done.stdout.strip() == "{'base': 0.4, 'grpo': 0.8}", done.stderr[-2000:]
+
+
+@pytest.mark.process
+def test_a_script_that_its_own_processes_run_again_is_told_to_guard_its_main_code(tmp_path):
+    written(tmp_path, LOAD + GRADE)
+    (tmp_path / "script.py").write_text(
+        UNGUARDED + "import multiprocessing\nmultiprocessing.get_context('spawn').Process(target=print).start()\n"
+    )
+    done = ran(tmp_path / "script.py", tmp_path)
+    told = [line for line in done.stderr.splitlines() if line.startswith("qrl.errors.QrlError: ")]
+    assert len(told) == 1 and 'if __name__ == "__main__":' in told[0]
+
+
+def test_a_script_that_is_its_own_task_file_is_told_to_guard_its_main_code(tmp_path):
+    script = str(tmp_path / "mine.py")
+    source = f"{LOAD}{GRADE}\nfrom qrl import tasks\nif __name__ != 'guarded':\n    tasks.grade({script!r}, '1', '1')\n"
+    with pytest.raises(BadInput, match=r'loads itself: .*if __name__ == "__main__":'):
+        tasks.check(written(tmp_path, source))
+
+
+def test_a_file_that_ends_the_process_that_loads_it_is_an_error_and_no_wrong_answer(tmp_path):
+    dies = "\nimport multiprocessing, os\nif multiprocessing.parent_process():\n    os._exit(7)\n"
+    task = written(tmp_path, LOAD + GRADE + dies)
+    for call in (lambda: tasks.grade(task, "so 4", "4"), lambda: tasks.load(task, "train", 5, 0)):
+        with pytest.raises(BadInput, match=r"^[^:]*mine\.py: .* ended while it loaded the file") as told:
+            call()
+        assert "__main__" not in str(told.value)
+
+
+def test_a_process_that_ends_as_it_starts_is_no_fault_of_the_file(tmp_path, monkeypatch):
+    task = written(tmp_path, LOAD + GRADE)
+    monkeypatch.setattr(limits, "_begin", os.kill)  # with its own pid: of (pid, path, …), so that it raises
+    with pytest.raises(QrlError, match="ended as it started, before it loaded the file") as told:
+        tasks.load(task, "train", 5, 0)
+    assert not isinstance(told.value, BadInput)
+
+
+FAILING = LOAD + "def grade(completion, answer):\n    return 1 / len(completion) and completion.endswith(answer)\n"
+
+
+@pytest.mark.parametrize(("failed", "allowed", "code"), [(0, None, 0), (1, None, 1), (1, 0.02, 0), (60, None, 1)])
+def test_grade_ends_with_1_above_the_faults_that_evaluate_allows(failed, allowed, code, tmp_path, capsys):
+    task, rows, out = written(tmp_path, FAILING), tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    texts = [""] * failed + ["so 4"] * (60 - failed)
+    rows.write_text("".join(json.dumps({"completion": text, "answer": 4}) + "\n" for text in texts))
+    options = ["--max-grader-fault-rate", str(allowed)] if allowed else []
+    words = ["grade", "--task", task, str(rows), "--out", str(out), *options]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if not code:
+            main(words)
+            assert (f"{failed} of them not graded" in capsys.readouterr().out) == (failed > 0)
+            files.grade(rows, task, max_grader_fault_rate=allowed)
+        else:
+            with pytest.raises(SystemExit) as ended:
+                main(words)
+            told = capsys.readouterr().err
+            assert ended.value.code == 1 and f"on {failed} of 60" in told and "ZeroDivisionError" in told
+            with pytest.raises(QrlError, match=rf"{failed} times: line \d+, ZeroDivisionError"):
+                files.grade(rows, task)
+    graded = [json.loads(line) for line in out.read_text().splitlines()]  # written all the same
+    assert [row.get("fault") for row in graded] == ["error"] * failed + [None] * (60 - failed)
+    assert all("ZeroDivisionError" in row["fault_cause"] for row in graded[:failed])
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.5, float("nan")])
+def test_a_share_of_faults_is_a_share(rate, tmp_path):
+    with pytest.raises(BadInput, match="max_grader_fault_rate"):
+        files.grade("rows.jsonl", written(tmp_path, LOAD + GRADE), max_grader_fault_rate=rate)
 
 
 def parts(settings: Recipe) -> tuple[dict[str, str], dict[str, str]]:

@@ -72,6 +72,24 @@ def test_the_temperature_of_greedy_answers_is_in_no_key():
     assert evaluated() != sampled != evaluated(evaluate__samples="2", evaluate__temperature="0.5")
 
 
+def test_limits_of_health_are_in_the_key_of_a_result_and_not_of_its_answers():
+    def answered(**overrides: str) -> str:
+        own = recipe.load("tiny", {key.replace("__", "."): value for key, value in overrides.items()})
+        return keys.answers(own, "base", "full", "digest", "cpu")
+
+    judging = [name for name in recipe.Evaluate.model_fields if name.endswith("_rate")]
+    assert len(judging) == 5
+    for name in (*judging, "samples_logged"):
+        changed = {f"evaluate__{name}": "1"}
+        assert answered() == answered(**changed) and evaluated() != evaluated(**changed)
+    assert len({answered(), answered(evaluate__n="7"), answered(seed="1"), evaluated()}) == 4
+    own = [
+        recipe.load("tiny", {"quantize.calibration": "rollouts", **more})
+        for more in ({}, {"evaluate.min_eos_rate": "0"})
+    ]
+    assert len({keys.quantized(each, "gptq", "d", "cpu") for each in own}) == 1  # how a policy answers, no more
+
+
 def test_the_memory_of_an_engine_that_answers_is_in_no_key():
     assert evaluated() == evaluated(evaluate__gpu_memory_utilization="0.5")
     assert evaluated() != evaluated(evaluate__batch_size="7")
@@ -238,3 +256,22 @@ def test_sources_are_found_through_late_imports_and_modules_named_in_strings():
     found = {file.relative_to(PACKAGE).as_posix() for file in sources.files("evaluate")}
     assert {"names.py", "evaluate/cells.py", "engine/vllm.py", "tasks/math/worker.py"} <= found
     assert not any(name.startswith(("train/", "tracking/", "cli", "figures")) or name.endswith(".md") for name in found)
+
+
+def test_a_group_size_that_the_model_decides_counts_as_the_same_one_that_is_chosen():
+    def key(scheme, size="auto", **resolved):
+        given = recipe.load("tiny", {"quantize.group_size": str(size)})
+        return keys.quantized(given, scheme, "digest", "cpu", **resolved)
+
+    for scheme in ("awq", "gptq", "rtn-int4"):
+        assert key(scheme) == key(scheme, group_size=128) == key(scheme, 128) == key(scheme, 128, group_size=64)
+        assert key(scheme, group_size=64) == key(scheme, 64) != key(scheme)
+    assert key("nf4", group_size=64) == key("nf4", 32) == key("nf4")
+
+
+def test_a_group_size_counts_in_a_training_whose_format_has_groups():
+    def key(qat, **resolved):
+        return keys.trained(recipe.load("tiny", {"train.qat": qat}), "base", "cpu", **resolved)
+
+    assert key("int4", group_size=128) == key("int4") != key("int4", group_size=64) != key("int4", group_size=32)
+    assert key("int8", group_size=64) == key("int8") and key("none", group_size=64) == key("none")

@@ -1,6 +1,7 @@
 """GRPO: one prompt renderer, rewards from the grader, resuming past broken checkpoints, exact merges."""
 
 import json
+import math
 import shutil
 
 import pytest
@@ -142,20 +143,31 @@ def test_the_share_of_weights_that_moved_is_that_of_the_masters_and_of_what_is_s
     _, done, _ = trained
     before, after = dict(checkpoint.tensors(tiny.PATH)), dict(checkpoint.tensors(done.path))
     differ = sum(int((after[name] != weight).sum()) for name, weight in before.items())
-    assert done.moved["moved_share_stored"] == differ / sum(weight.numel() for weight in before.values())
-    assert 0 < done.moved["moved_share_stored"] < done.moved["moved_share"] <= 1
+    assert done.kept.moved_stored == differ / sum(weight.numel() for weight in before.values())
+    assert 0 < done.kept.moved_stored < done.kept.moved <= 1 and done.kept.stored_in == "bfloat16"
 
 
 def test_a_step_below_the_spacing_of_bf16_shows_in_the_masters_alone():
     model = policy.load(tiny.PATH, Train(), "cpu")
     base = checkpoint.check(tiny.PATH)
-    assert save.moved(model, base) == {"moved_share": 0, "moved_share_stored": 0}
+    still = save.update(model, base, "bfloat16").kept
+    assert still.metrics() == {"moved_share": 0, "moved_share_stored": 0} and math.isnan(still.share)
+    assert still.sentence() == "Training changed no weight." and still.warning("x") == ""
     weight = model.model.layers[0].mlp.up_proj.weight
     weight.data[0, 0] *= 1 + 2**-12
     weight.data[0, 1] *= 1 + 2**-4
     total = sum(entry.numel for entry in checkpoint.entries(tiny.PATH).values())
+    before = dict(checkpoint.tensors(tiny.PATH))["model.layers.0.mlp.up_proj.weight"][0].float()
+    delta, stored = (each[0] - before for each in (weight.data, weight.data.bfloat16().float()))
     for state in (None, model.state_dict()):
-        assert save.moved(model, base, state) == {"moved_share": 2 / total, "moved_share_stored": 1 / total}
+        found = save.update(model, base, "bfloat16", state)
+        assert (found.kept.moved, found.kept.moved_stored) == (2 / total, 1 / total)
+        assert found.kept.share == pytest.approx(
+            float(delta.double() @ stored.double() / delta.double().square().sum())
+        )
+        assert found.residual == pytest.approx(float((stored - delta).norm() / delta.norm()))
+        whole = save.update(model, base, "float32", state).kept
+        assert (whole.share, whole.moved_stored) == (1, 2 / total)
 
 
 def test_metrics_come_live_step_by_step(trained):

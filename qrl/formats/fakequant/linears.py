@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from qrl.checkpoint import SCALES
 from qrl.errors import BadInput
+from qrl.formats import groups
 from qrl.formats.fakequant import rounding
 from qrl.workspace import written_whole
 
@@ -42,13 +43,13 @@ def covered(model: PreTrainedModel, name: str) -> dict[str, nn.Linear]:
     return linears
 
 
-def check_fit(model: PreTrainedModel, name: str) -> None:
-    """Check that a format can hold a model, with or without weights.
+def check_fit(model: PreTrainedModel, name: str, group_size: int = groups.USUAL) -> None:
+    """Check that a format can hold a model, with or without weights; `group_size` is as for `rounding.scheme`.
 
     Raises:
         BadInput: as for `covered`, or groups do not divide a linear's inputs.
     """
-    weights = rounding.scheme(name).weights
+    weights = rounding.scheme(name, group_size).weights
     for path, linear in covered(model, name).items():
         rounding.check_width(path, linear, weights)
 

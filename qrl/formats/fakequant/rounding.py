@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qrl import names
 from qrl.errors import BadInput
+from qrl.formats import groups
 
 if TYPE_CHECKING:
     import torch
@@ -25,23 +27,24 @@ if TYPE_CHECKING:
 PRESETS = {
     "int8": None,  # per output channel; activations not rounded
     "int8-attention": None,  # the same for attention only: the scope of study 002's straight-through arm
-    "int4": "W4A16",  # groups of 128
+    "int4": "W4A16",  # groups of quantize.group_size
     "nvfp4-a16": "NVFP4A16",  # blocks of 16 with FP8 scales, one scale per tensor; activations not rounded
     "nvfp4-a4": "NVFP4",  # activations too: blocks of 16 scaled dynamically, one calibrated scale per tensor
     "fp8": "FP8_DYNAMIC",  # per output channel; activations per token, scaled dynamically
     "mxfp4": "MXFP4A16",  # blocks of 32, scales are powers of two; activations not rounded
-    "int3": None,  # groups of 128; no kernel of vLLM runs these codes
+    "int3": None,  # the same groups; no kernel of vLLM runs these codes
     "int2": None,
 }
 FORMATS = tuple(PRESETS)
 Folded = tuple[list["Tensor"], "Tensor"]  # Q(W) of M matrices, and each one's largest |w|, (M,)
 
 
-def scheme(name: str) -> QuantizationScheme:
+def scheme(name: str, group_size: int = groups.USUAL) -> QuantizationScheme:
     """Return how a format rounds weights and activations, as compressed-tensors' scheme.
 
     Args:
         name: one of `FORMATS`, or a YAML file with the fields of compressed-tensors' QuantizationScheme.
+        group_size: inputs that share a scale, for `names.GROUPED_FORMATS`; the others define their own.
 
     Raises:
         BadInput: the format is unknown, the file holds no scheme or one that training cannot compute, or
@@ -55,9 +58,12 @@ def scheme(name: str) -> QuantizationScheme:
         raise BadInput(f"There is no format '{name}' to train in: expected one of {', '.join(FORMATS)}, or FILE.yaml.")
     quantization = library()
     if (preset := PRESETS[name]) is not None:
-        return quantization.preset_name_to_scheme(preset, ["Linear"])
+        scheme = quantization.preset_name_to_scheme(preset, ["Linear"])
+        if name in names.GROUPED_FORMATS:
+            scheme.weights = scheme.weights.model_copy(update={"group_size": group_size})
+        return scheme
     bits = int(name.removeprefix("int")[0])
-    grid = {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": 128}
+    grid = {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": group_size}
     weights = quantization.QuantizationArgs(num_bits=bits, type="int", symmetric=True, **grid)
     return quantization.QuantizationScheme(targets=["Linear"], weights=weights)
 
@@ -83,6 +89,8 @@ def check_width(name: str, linear: nn.Linear, args: QuantizationArgs) -> None:
     if args.group_size and in_features % args.group_size:
         unfit = f"Layer {name} has {in_features} inputs, which groups of {args.group_size} do not divide"
         advice = "a format with scales per channel (int8, fp8), or one with smaller groups (mxfp4: 32, nvfp4: 16)"
+        if args.type == "int" and groups.fitting([in_features]):
+            advice = f"smaller groups (quantize.group_size = auto, or weights.group_size in your FILE.yaml), {advice}"
         raise BadInput(f"{unfit}: choose {advice}.")
 
 

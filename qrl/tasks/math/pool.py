@@ -7,9 +7,7 @@ this process.
 
 from __future__ import annotations
 
-import atexit
 import importlib
-import multiprocessing
 import os
 import signal
 import threading
@@ -17,11 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import process
-from qrl.errors import QrlError
+from qrl.errors import QrlError, first_line
 from qrl.tasks.math.verdict import Claim, by_text, claim
 from qrl.tasks.question import Verdict
 
@@ -86,25 +85,25 @@ def _round(claims: Sequence[Claim], batches: list[list[int]], one_by_one: bool) 
         return close()
     for batch, future in scheduled:
         try:
-            verdicts = _result(future or _schedule([claims[i] for i in batch]))
-            yield batch, [verdict or FAILED[ERROR] for verdict in verdicts]
+            yield batch, _result(future or _schedule([claims[i] for i in batch]))
         except BrokenProcessPool:
             close()
             if not one_by_one:
                 return  # the next round grades the rest
             _check_workers()
-            yield batch, [FAILED[ERROR]]
+            yield batch, [replace(FAILED[ERROR], fault_cause="its process ended")]
         except Exception as error:  # it exceeded its limit, or its worker died or ran out of memory
             if len(batch) == 1:
                 timed_out = isinstance(error, FutureTimeoutError) or getattr(error, "exitcode", 0) == -signal.SIGPROF
-                yield batch, [FAILED[TIMEOUT if timed_out else ERROR]]
+                cause = f"took longer than {CPU_S:g} s" if timed_out else f"{type(error).__name__}: {first_line(error)}"
+                yield batch, [replace(FAILED[TIMEOUT if timed_out else ERROR], fault_cause=cause)]
 
 
 def _in_worker(function: str, *args: object) -> object:
     return getattr(importlib.import_module(WORKER), function)(*args)
 
 
-def _schedule(batch: list[Claim]) -> Future[list[Verdict | None]]:
+def _schedule(batch: list[Claim]) -> Future[list[Verdict]]:
     """Send a batch to a worker.
 
     Raises:
@@ -112,14 +111,14 @@ def _schedule(batch: list[Claim]) -> Future[list[Verdict | None]]:
     """
     if (pool := _pools.get(os.getpid())) is not None and not pool.active:  # e.g. a worker was killed while idle
         close()
-    pool = _pool()  # outside of `try`: where a worker runs an unguarded script again, Python's own error must end it
+    pool = _pool()  # outside of `try`: what keeps the server process from starting must end this one
     try:
         return pool.schedule(_in_worker, args=("grade", batch, CPU_S), timeout=WALL_S)
     except RuntimeError as error:
         raise BrokenProcessPool(str(error)) from error
 
 
-def _result(future: Future[list[Verdict | None]]) -> list[Verdict | None]:
+def _result(future: Future[list[Verdict]]) -> list[Verdict]:
     """Wait for a batch; a pool that breaks may forget what it was about to send, so it is looked at every second.
 
     Raises:
@@ -143,7 +142,7 @@ def _pool() -> ProcessPool:
         if os.getpid() not in _pools:
             from pebble import ProcessPool
 
-            context = multiprocessing.get_context("forkserver")
+            context = process.context("forkserver")
             context.set_forkserver_preload([WORKER])
             count, limits = min(len(os.sched_getaffinity(0)), MOST_WORKERS), ("prepare", MEMORY_BYTES)
             pool = ProcessPool(count, initializer=_in_worker, initargs=limits, context=context)
@@ -152,10 +151,10 @@ def _pool() -> ProcessPool:
             with process.variables(PYTHONPATH=path, PYTHONSAFEPATH="1", PYTHONHASHSEED="0"):
                 pool.schedule(_in_worker, args=("grade", [], CPU_S))  # starts the server and the workers
             _pools[os.getpid()] = pool
+            process.at_end(close)
         return _pools[os.getpid()]
 
 
-@atexit.register
 def close() -> None:
     """End the workers; the next answer that needs one starts new ones."""
     with _lock:
@@ -171,7 +170,6 @@ def _check_workers() -> None:
     except BrokenProcessPool:
         close()
         raise QrlError(
-            "The processes that grade mathematics end as they start: a script that grades needs "
-            f"`if __name__ == '__main__':` around its main code, and each process needs {MEMORY_BYTES >> 30} GiB of "
-            "address space."
+            "The processes that grade mathematics end as they start: each of them needs "
+            f"{MEMORY_BYTES >> 30} GiB of address space, which `ulimit -v` or a container may forbid."
         ) from None

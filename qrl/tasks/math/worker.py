@@ -18,6 +18,7 @@ from math_verify.parser import parse_latex_cached
 from sympy import Basic
 from sympy.core import random as sympy_random
 
+from qrl.errors import first_line
 from qrl.tasks.math import latex
 from qrl.tasks.math.verdict import Claim, verdict
 from qrl.tasks.question import Verdict
@@ -37,8 +38,11 @@ def prepare(memory_bytes: int) -> None:
     gc.freeze()  # collections skip sympy's own objects, which makes verdicts a tenth faster
 
 
-def grade(batch: list[Claim], cpu_s: float) -> list[Verdict | None]:
-    """Return a verdict on each claim, None where algebra raised. A claim that exceeds its CPU time ends the process."""
+def grade(batch: list[Claim], cpu_s: float) -> list[Verdict]:
+    """Return a verdict on each claim, one with a `fault` where algebra raised.
+
+    A claim that exceeds its CPU time ends the process.
+    """
     return [_grade_one(claim, cpu_s) for claim in batch]
 
 
@@ -62,13 +66,13 @@ def _equal(expected: Basic, stated: Basic | None) -> bool:
     return stated is not None and verify([expected], [stated], **limits, raise_on_error=True)
 
 
-def _grade_one(claim: Claim, cpu_s: float) -> Verdict | None:
+def _grade_one(claim: Claim, cpu_s: float) -> Verdict:
     sympy_random.seed(0)  # sympy tests identities at random points
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         return verdict(claim, same, last_expression)
-    except Exception:  # of many kinds, from several libraries; the caller counts it
-        return None
+    except Exception as error:  # of many kinds, from several libraries; the caller counts it
+        return Verdict(None, False, False, "error", f"{type(error).__name__}: {first_line(error)[:200]}")
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

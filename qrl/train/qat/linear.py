@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from qrl.errors import BadInput, QrlError
+from qrl.formats import groups
 from qrl.formats.fakequant import linears
 from qrl.formats.fakequant import rounding as fake
 from qrl.train import sharded
@@ -46,13 +47,21 @@ class QATLinear(nn.Linear):
         return functional.linear(values, weight, bias).to(inputs.dtype)
 
 
-def attach(model: nn.Module, name: str, dtype: torch.dtype | None = None, *, shards: bool = False) -> list[Fold]:
+def attach(
+    model: nn.Module,
+    name: str,
+    dtype: torch.dtype | None = None,
+    *,
+    group_size: int = groups.USUAL,
+    shards: bool = False,
+) -> list[Fold]:
     """Swap the class of every linear that the format covers, in place, and fold Q(W).
 
     Args:
         model: with full-precision masters.
         name: one of `fake.FORMATS`, or a file.
         dtype: of the forward pass and of Q(W); default: the masters' own.
+        group_size: as for `rounding.scheme`.
         shards: FSDP 2 will shard the weights, or does: each forward pass folds its own Q(W), and `refold` checks them.
 
     Returns:
@@ -61,7 +70,7 @@ def attach(model: nn.Module, name: str, dtype: torch.dtype | None = None, *, sha
     Raises:
         BadInput: the format is unknown, does not fit the model, or weights are NaN or infinite.
     """
-    scheme = fake.scheme(name)
+    scheme = fake.scheme(name, group_size)
     sharing: dict[tuple, dict[str, nn.Linear]] = {}  # linears by name, for each scale that they share
     for path, linear in linears.covered(model, name).items():
         fake.check_width(path, linear, scheme.weights)

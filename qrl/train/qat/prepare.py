@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from qrl import checkpoint, process
 from qrl.engine import hf, pretrained
 from qrl.errors import BadInput
+from qrl.formats import groups
 from qrl.formats.fakequant import linears, rounding
 from qrl.recipe import Train
 from qrl.tasks import prompt
@@ -27,8 +28,8 @@ GAP_FILE = "logprob_gap.json"  # in the work folder
 GAP, GAP_LARGEST = "train/qat_logprob_gap", "train/qat_logprob_gap_max"
 
 
-def check(settings: Train, base: Path) -> None:
-    """Raise BadInput if `train.qat` does not fit method or model, before any weight is loaded."""
+def check(settings: Train, base: Path, group_size: int = groups.USUAL) -> None:
+    """Raise BadInput if `train.qat`, in groups of this size, does not fit method or model; no weight is loaded."""
     if settings.qat == "none":
         if settings.qat_calibration != "task":
             raise BadInput("train.qat_calibration calibrates train.qat, which is none: set one or omit the other.")
@@ -38,7 +39,7 @@ def check(settings: Train, base: Path) -> None:
         raise BadInput(
             f"{qat} trains all weights, but {method} trains an adapter: set train.method = full, or train.qat = none."
         )
-    linears.check_fit(pretrained.skeleton(checkpoint.config(base)), settings.qat)
+    linears.check_fit(pretrained.skeleton(checkpoint.config(base)), settings.qat, group_size)
     _of_file(settings)
 
 
@@ -58,7 +59,8 @@ def begin(trainer, job: Job) -> None:
     from transformers import TrainerCallback
 
     model, shards = trainer.accelerator.unwrap_model(trainer.model), process.sharded()
-    attach(model, settings.qat, torch.bfloat16 if settings.compute == "bf16" else None, shards=shards)
+    dtype = torch.bfloat16 if settings.compute == "bf16" else None
+    attach(model, settings.qat, dtype, group_size=job.group_size, shards=shards)
     if not shards:
         _measure(model, job, fresh=True)
 

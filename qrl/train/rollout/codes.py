@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from qrl import checkpoint
 from qrl.engine import pretrained
+from qrl.formats import groups
 from qrl.formats.fakequant import linears, rounding
 from qrl.train import sharded
 from qrl.train.qat.fold import folds
@@ -27,15 +28,17 @@ _ORDER = ("weight_shape", "weight_global_scale", "weight_scale", "weight_packed"
 _PART = re.compile(r"\.weight_(shape|global_scale|scale|packed)$")
 
 
-def engine_config(base: str | Path, name: str) -> dict[str, Any]:
+def engine_config(base: str | Path, name: str, group_size: int = groups.USUAL) -> dict[str, Any]:
     """Return a checkpoint's `quantization_config` for a base whose covered linears hold a format's codes.
+
+    `group_size` is as for `rounding.scheme`.
 
     Raises:
         BadInput: as for `linears.covered`.
     """
     from compressed_tensors.quantization import QuantizationConfig
 
-    model, scheme = pretrained.skeleton(checkpoint.config(base)), rounding.scheme(name)
+    model, scheme = pretrained.skeleton(checkpoint.config(base)), rounding.scheme(name, group_size)
     covered = linears.covered(model, name)
     others = [path for path, module in model.named_modules() if isinstance(module, nn.Linear) and path not in covered]
     stored = _format(scheme)

@@ -21,6 +21,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from qrl import checkpoint, process
 from qrl.engine import vllm, vllm_support
 from qrl.errors import QrlError
+from qrl.formats import groups
 from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout
 from qrl.train.rollout import codes, memory
@@ -45,6 +46,7 @@ def create(
     rank: int,
     world: int,
     qat: str = "none",
+    group_size: int = groups.USUAL,
     slot: Mapping[str, Any] | None = None,
     whole: bool = False,
 ) -> LLM:
@@ -56,6 +58,7 @@ def create(
         sequences: largest number of completions at once.
         sleeps: let it give its memory back between rollouts.
         qat: the format of training; the engine rounds activations as its forward pass does, or holds its codes.
+        group_size: inputs that share a scale, of its codes in integers.
         slot: vLLM's options for an adapter that is not merged, from `slot.options`.
         whole: report log-probabilities before tokens are penalized or left out, at temperature 1.
 
@@ -68,7 +71,7 @@ def create(
 
     rounds, real = {}, settings.quantization == codes.NAME
     if real:
-        config = codes.engine_config(model, qat)
+        config = codes.engine_config(model, qat, group_size)
         vllm_support.check_format(config, "cuda" if torch.cuda.is_available() else "cpu")
         # The base's own weights are no codes, so the engine starts with random ones.
         rounds = {"hf_overrides": {"quantization_config": config}, "load_format": _codes_loader()}

@@ -95,6 +95,7 @@ REFUSED: Mapping[str, str] = {  # our key → why any value but the default is r
     "train.teacher_server": _GRPO,
     "train.distill_top_k": _GRPO,
     "train.distill_reverse": _GRPO,
+    "train.store_dtype": "verl's merger writes bfloat16",
     "train.qat": _QAT,
     "train.qat_calibration": _QAT,
     "train.qat_calibration_samples": _QAT,
