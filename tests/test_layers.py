@@ -17,7 +17,7 @@ LAYERS = [
     {"tracking", "registry", "cluster"},
     {"steps"},
     {"study"},
-    {"cli", "__main__"},
+    {"cli", "__main__", "examples"},
 ]
 ROOMS = LAYERS[2]
 KNOWS_MLFLOW = {"tracking", "registry", "cluster", "study"}  # the study's launcher calls mlflow.projects.run

@@ -16,10 +16,10 @@ SCHEMES = Path(__file__).parents[1] / "quantize" / "README.md"  # its first tabl
 @click.command("plan")
 @option("--base-accuracy", type=float, metavar="P", help="Accuracy before training. [default: 0.68]")
 @option("--gain", type=float, metavar="G", help="Expected gain in accuracy from training. [default: 0.05]")
-@option("--drop", type=float, metavar="D", help="Accuracy that quantization takes from the gain. [default: 0.01]")
+@option("--drop", type=float, metavar="D", help="Accuracy that quantization takes from the gain. [default: 0]")
 @option("--correlation", type=float, metavar="R", help="Correlation, before and after training. [default: 0.2]")
 @option("--scheme-correlation", type=float, metavar="R", help="Correlation, full against quantized. [default: 0.7]")
-@option("--margin", type=float, metavar="M", help="Loss that still counts as survival. [default: gain/2, ≥ 0.02]")
+@option("--margin", type=float, metavar="M", help="Loss that still counts as survival. [default: gain/10, ≥ 0.01]")
 @option("--power", default=0.8, metavar="P", help="Power: chance of detecting a true effect.")
 @option("--n", type=int, metavar="N", help="Number of questions that you have: show what they can detect.")
 @option("--effect", type=float, metavar="E", help="A gain, or a change in gain: show how many questions detect it.")
@@ -35,14 +35,14 @@ def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | No
     """Compute how many questions and training seeds a study needs.
 
     \b
-    qrl plan --gain 0.05 --drop 0.01            n for a verdict, and n to show the gain itself
+    qrl plan --gain 0.2 --drop 0.01             n for a verdict, and n to show the gain itself
     qrl plan --n 1000                           what 1,000 questions can detect
     qrl plan --effect 0.03                      n that detects a gain, or a change in gain, of 0.03
     qrl plan --pilot questions.parquet          the same, with the numbers of an earlier study
     qrl plan --gain 0.1 --between-seed-sd 0.01  training seeds too, if their results differ
 
     Every cell answers the same questions. The more two cells agree on them (correlation), the fewer are needed.
-    Chances follow the verdict's own rule, margin included. No store is needed.
+    Studies are simulated and judged by the verdict's own rule, which takes a few seconds. No store is needed.
     """
     from qrl.steps import plan
 

@@ -4,19 +4,19 @@ With `n`: what n questions can show. With `effect`: how many questions show an e
 many questions show the gain, and give the verdict, that the assumptions expect.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from qrl.errors import BadInput
-from qrl.plan.assumptions import Assumptions, check_range, largest_correlation, of_pilot
-from qrl.plan.power import GAIN, SURVIVAL, chance_above, chance_decided, chance_shown, half_width
-from qrl.stats.verdict import CEILING, FLOOR, POWER, least
+from qrl.plan import power as by_simulation
+from qrl.plan.assumptions import Assumptions, check_range, of_pilot
+from qrl.plan.power import LEAST_QUESTIONS, MOST_QUESTIONS, Chances
+from qrl.stats.simulate import TRAINED_Q, first_of, two_digits
+from qrl.stats.verdict import POWER, Word
 
 __all__ = ["Assumptions", "Plan", "Row", "make", "of_pilot"]
 
-SEEDS = (2, 3, 4, 5, 6, 8, 10, 15, 20)  # tried if a spread between runs is expected and no number of runs is given
-MOST_QUESTIONS = 10**7
+SEEDS = (2, 3, 5, 10, 20)  # tried if a spread between runs is expected and no number of runs is given
+SMALLEST = 1e-4  # change of accuracy that is looked for
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,14 @@ class Row:
     Attributes:
         seeds: training runs.
         n: questions of each run; None if that is what is computed.
-        n_gain, n_verdict: questions that show the gain, and that give the expected verdict, with the wanted power.
+        n_gain, n_verdict: questions that show the gain, and that give the expected verdict, with the wanted power;
+            two significant digits.
         n_effect_gain, n_effect_survival: questions that show a gain, and a change of the gain, of the given effect.
         power_gain, power_verdict: probability of each at n.
+        words: verdict → its probability at n.
         half_gain, half_survival: typical half-width of their 95 % intervals at n, accuracy.
         least_gain, least_change, largest_drop: smallest gain and smallest change of the gain that n shows, and the
-            largest loss of gain with the verdict `survives`, with the wanted power, accuracy.
+            largest loss of gain with the verdict `survives`, with the wanted power, accuracy; two significant digits.
     """
 
     seeds: int
@@ -42,6 +44,7 @@ class Row:
     n_effect_survival: int | None = None
     power_gain: float | None = None
     power_verdict: float | None = None
+    words: dict[Word, float] | None = None
     half_gain: float | None = None
     half_survival: float | None = None
     least_gain: float | None = None
@@ -53,21 +56,21 @@ class Row:
 class Plan:
     """The assumptions, the given n or effect, and a row per number of training runs.
 
-    `verdict` is the one that the assumptions lead to, `survives` or `lost`; None if the expected loss equals the
-    margin.
+    `verdict` is the one that a large enough study gives. `boundary` is the limit between two verdicts that the expected
+    loss equals, if any: no n decides on which side of it the truth is.
     """
 
     assumed: Assumptions
     power: float
     n: int | None
     effect: float | None
-    verdict: str | None
+    verdict: Word
+    boundary: str | None
     rows: tuple[Row, ...]
 
-    def chances(self, n: int, seeds: int) -> tuple[float, float]:
-        """Return the probability that the gain shows, and that of the expected verdict."""
-        decided = chance_decided(self.assumed, n, seeds, verdict=self.verdict) if self.verdict else 0.0
-        return chance_shown(self.assumed, n, seeds), decided
+    def chances(self, n: int, seeds: int, *, studies: int) -> Chances:
+        """Return the probability that the gain shows, and that of each verdict."""
+        return by_simulation.chances(self.assumed, n, seeds, studies=studies)
 
 
 def make(
@@ -94,75 +97,107 @@ def make(
     if n is not None and effect is not None:
         choice = "give n to learn which effect it shows, or the effect to learn which n it needs"
         raise BadInput(f"plan accepts --n or --effect, not both: {choice}.")
-    if n is not None and not 10 <= n <= MOST_QUESTIONS:
-        raise BadInput(f"'n' is {n}, but must be from 10 to {MOST_QUESTIONS:,}: questions of each training run.")
+    if n is not None and not LEAST_QUESTIONS <= n <= MOST_QUESTIONS:
+        limits = f"from {LEAST_QUESTIONS} to {MOST_QUESTIONS:,}"
+        raise BadInput(f"'n' is {n}, but must be {limits}: questions of each training run.")
     check_range("power", power, 0.5, 0.999, "the probability that the study shows a true effect")
-    left = CEILING - assumed.base_accuracy
+    left = 1 - assumed.base_accuracy
     if effect is not None and not 0 < effect <= left:
-        raise BadInput(f"'effect' is {effect:g}, but must be above 0 and at most {left:.3g}, the room to the ceiling.")
+        room = f"at most {left:.3g}, what the base leaves to gain"
+        raise BadInput(f"'effect' is {effect:g}, but must be above 0 and {room}.")
     if seeds is not None and not 1 <= seeds <= 1000:
         raise BadInput(f"'seeds' is {seeds}, but must be from 1 to 1000: training runs.")
     spread = assumed.between_gain > 0 or assumed.between_survival > 0
     if seeds == 1 and spread:
         problem = "One training run cannot measure the spread between runs"
         raise BadInput(f"{problem}, so --between-seed-sd needs --seeds of 2 or more: omit one of the two.")
-    distance = assumed.expected_margin - assumed.drop
-    verdict = None if abs(distance) < 1e-9 else "survives" if distance > 0 else "lost"
-    plan = Plan(assumed, power, n, effect, verdict, ())
-    counts = (seeds,) if seeds else SEEDS if spread else (1,)
+    plan = Plan(assumed, power, n, effect, assumed.expected_verdict, assumed.boundary, ())
+    if seeds:
+        counts: tuple[int, ...] = (seeds,)
+    else:
+        counts = SEEDS if spread else (1,)
     return replace(plan, rows=tuple(_row(plan, count) for count in counts))
 
 
 def _row(plan: Plan, seeds: int) -> Row:
-    assumed, power, n, effect = plan.assumed, plan.power, plan.n, plan.effect
-    if n is not None:
-        shown, decided = plan.chances(n, seeds)
-        left = CEILING - assumed.base_accuracy
-        return Row(
-            seeds,
-            n,
-            power_gain=shown,
-            power_verdict=decided,
-            half_gain=half_width(assumed, n, seeds, GAIN),
-            half_survival=half_width(assumed, n, seeds, SURVIVAL),
-            least_gain=_smallest(lambda gain: chance_shown(_with_gain(assumed, gain), n, seeds) >= power, left),
-            least_change=_smallest(lambda change: chance_above(assumed, n, seeds, SURVIVAL, change) >= power, 1.0),
-            largest_drop=_largest_drop(assumed, n, seeds, power),
-        )
-    if effect is not None:
-        n_gain = _questions(partial(chance_shown, _with_gain(assumed, effect), seeds=seeds), power)
-        n_survival = _questions(partial(chance_above, assumed, seeds=seeds, which=SURVIVAL, truth=effect), power)
-        return Row(seeds, n_effect_gain=n_gain, n_effect_survival=n_survival)
-    decides = partial(chance_decided, assumed, seeds=seeds, verdict=plan.verdict)
-    n_verdict = _questions(decides, power) if plan.verdict else None
-    return Row(seeds, n_gain=_questions(partial(chance_shown, assumed, seeds=seeds), power), n_verdict=n_verdict)
+    if plan.n is not None:
+        return _row_of_n(plan, seeds, plan.n)
+    if plan.effect is not None:
+        return _row_of_effect(plan, seeds, plan.effect)
+    assumed, power = plan.assumed, plan.power
+    gives_verdict = by_simulation.gives(plan.verdict, assumed.margin)
+    return Row(
+        seeds,
+        n_gain=by_simulation.questions(assumed, seeds, by_simulation.shows_gain, power),
+        n_verdict=by_simulation.questions(assumed, seeds, gives_verdict, power),
+    )
 
 
-def _questions(chance: Callable[[int], float], power: float) -> int | None:
-    return least(lambda n: chance(n) >= power, 10, MOST_QUESTIONS)
+def _row_of_n(plan: Plan, seeds: int, n: int) -> Row:
+    assumed, power = plan.assumed, plan.power
+    chances = by_simulation.chances(assumed, n, seeds)
+    half_gain, half_survival = by_simulation.half_widths(assumed, n, seeds)
+
+    def shows_gain(gain: float) -> bool:
+        return by_simulation.is_shown_often(_with_gain(assumed, gain), n, seeds, by_simulation.shows_gain, power)
+
+    def shows_loss(loss: float) -> bool:
+        return by_simulation.is_shown_often(replace(assumed, drop=loss), n, seeds, by_simulation.shows_loss, power)
+
+    to_lose = float(assumed.rates()[TRAINED_Q]) + assumed.drop
+    return Row(
+        seeds,
+        n,
+        power_gain=chances.shown,
+        power_verdict=chances.words[plan.verdict],
+        words=chances.words,
+        half_gain=half_gain,
+        half_survival=half_survival,
+        least_gain=first_of(_possible_gains(assumed), shows_gain),
+        least_change=first_of(_possible_losses(assumed, to_lose), shows_loss),
+        largest_drop=_largest_drop(assumed, n, seeds, power),
+    )
+
+
+def _row_of_effect(plan: Plan, seeds: int, effect: float) -> Row:
+    assumed, power = plan.assumed, plan.power
+    with_gain = _with_gain(assumed, effect)
+    with_loss = replace(assumed, drop=effect)
+    n_survival = None
+    if with_loss.is_possible():
+        n_survival = by_simulation.questions(with_loss, seeds, by_simulation.shows_loss, power)
+    n_gain = None
+    if with_gain.is_possible():
+        n_gain = by_simulation.questions(with_gain, seeds, by_simulation.shows_gain, power)
+    return Row(seeds, n_effect_gain=n_gain, n_effect_survival=n_survival)
 
 
 def _with_gain(assumed: Assumptions, gain: float) -> Assumptions:
-    """Return the same study with another gain, none of it lost, and at most the correlation that it can have."""
-    most = 0.999 * largest_correlation(assumed.base_accuracy, assumed.base_accuracy + gain)
-    return replace(assumed, gain=gain, drop=0.0, correlation=min(assumed.correlation, most))
+    """Return the same study with another gain, none of it lost."""
+    return replace(assumed, gain=gain, drop=0.0)
 
 
 def _largest_drop(assumed: Assumptions, n: int, seeds: int, power: float) -> float | None:
     """Return the largest loss of gain with which `survives` still has this power; None if no loss has it."""
+    survives = by_simulation.gives("survives", assumed.margin)
 
-    trained = assumed.base_accuracy + assumed.gain
+    def is_too_large(drop: float) -> bool:
+        return not by_simulation.is_shown_often(replace(assumed, drop=drop), n, seeds, survives, power)
 
-    def with_drop(drop: float) -> Assumptions:
-        most = 0.999 * largest_correlation(trained, trained - drop) if drop else 1.0
-        return replace(assumed, drop=drop, scheme_correlation=min(assumed.scheme_correlation, most))
-
-    top = min(assumed.expected_margin, trained - FLOOR)
-    left = _smallest(lambda less: chance_decided(with_drop(top - less), n, seeds) >= power, top)
-    return None if left is None else top - left
+    drops = [0.0, *_possible_losses(assumed, assumed.expected_margin)]
+    too_large = first_of(drops, is_too_large)
+    if too_large is None:
+        return drops[-1]
+    return max((drop for drop in drops if drop < too_large), default=None)
 
 
-def _smallest(holds: Callable[[float], bool], top: float) -> float | None:
-    """Return the smallest number up to `top`, to four decimals, for which a monotone condition holds."""
-    step = least(lambda step: holds(min(top, step * 1e-4)), 1, max(1, round(top / 1e-4)))
-    return None if step is None else min(top, step * 1e-4)
+def _possible_gains(assumed: Assumptions) -> list[float]:
+    """Return the gains that are tried: those that questions can have."""
+    gains = two_digits(SMALLEST, 1 - assumed.base_accuracy)
+    return [gain for gain in gains if assumed.pilot is None or _with_gain(assumed, gain).is_possible()]
+
+
+def _possible_losses(assumed: Assumptions, most: float) -> list[float]:
+    """Return the losses up to `most` that are tried: those that questions can have."""
+    losses = two_digits(SMALLEST, most)
+    return [loss for loss in losses if assumed.pilot is None or replace(assumed, drop=loss).is_possible()]

@@ -5,12 +5,14 @@ from dataclasses import asdict
 from typing import Any
 
 from qrl.plan import Plan, Row
+from qrl.stats.estimate import signed
 from qrl.stats.text import table
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Return all assumptions, the given numbers and the results; null if no size, or no effect, reaches the power."""
     document = asdict(plan)
+    del document["assumed"]["pilot"]
     document["assumed"]["expected_margin"] = plan.assumed.expected_margin
     return document
 
@@ -26,39 +28,45 @@ def summary(plan: Plan) -> str:
     """Return the plan in a sentence or two."""
     row, power = plan.rows[0], f"each with a probability of {plan.power:.2f}"
     if plan.n is not None:
-        return _of_n(plan, row, plan.n)
+        return _of_n(plan, row, plan.n) + _at_boundary(plan)
     if plan.effect is not None:
         effect = _effect(plan.effect)
         sizes = {f"a gain of {effect}": row.n_effect_gain, f"a change of the gain by {effect}": row.n_effect_survival}
         shows = ", ".join(f"n = {_n(n)} shows {what}" if n else f"no n shows {what}" for what, n in sizes.items())
         return f"{_runs(row)}: {shows}, {power}."
-    if plan.verdict is None:
-        return "The expected loss equals the margin: no n decides on which side of it the truth is."
-    best = next((row for row in plan.rows if row.n_verdict), None)
+    best = enough(plan)
     if best is not None:
         shows = f"n = {_n(best.n_gain)} shows the gain" if best.n_gain else "no n shows the gain"
-        return f"{_runs(best)}: {shows}, n = {_n(best.n_verdict)} gives `{plan.verdict}`, {power}."
-    gain, margin = plan.assumed.gain, plan.assumed.expected_margin
-    if plan.verdict == "survives" and gain <= margin:
-        return (
-            f"No n gives `survives`: a gain of {gain:.3f} is no larger than the margin, {margin:.3f}, so losing all of "
-            "it would count as survival. Plan for a larger gain, or set a smaller margin."
-        )
+        found = f"{_runs(best)}: {shows}, n = {_n(best.n_verdict)} gives `{plan.verdict}`, {power}."
+        return found + _at_boundary(plan)
     failed = f"No n gives `{plan.verdict}` with a probability of {plan.power:.2f}"
-    return f"{failed}: the spread between training runs alone is too wide. Plan for more seeds."
+    if plan.assumed.between_gain or plan.assumed.between_survival:
+        failed += ": the spread between training runs alone is too wide. Plan for more seeds"
+    return f"{failed}.{_at_boundary(plan)}"
+
+
+def _at_boundary(plan: Plan) -> str:
+    """Return a sentence if the expected loss is on the boundary between two verdicts."""
+    if plan.boundary is None:
+        return ""
+    return f" The expected loss equals {plan.boundary}: no n decides on which side of it the truth is."
 
 
 def _of_n(plan: Plan, row: Row, n: int) -> str:
     sentence = f"{_runs(row)} on n = {n:,} questions will show the gain with a probability of {row.power_gain:.2f}"
-    if plan.verdict is None:
-        return f"{sentence}; the expected loss equals the margin, so no n decides on which side of it the truth is."
-    sentence += f", and give `{plan.verdict}` with a probability of {row.power_verdict:.2f}."
+    others = (f"`{word}` {chance:.2f}" for word, chance in (row.words or {}).items() if word != plan.verdict)
+    sentence += f", and give `{plan.verdict}` with a probability of {row.power_verdict:.2f} ({', '.join(others)})."
     if len(plan.rows) == 1:
         return sentence
-    enough = next((row for row in plan.rows if (row.power_verdict or 0) >= plan.power), None)
-    if enough is None:
+    best = enough(plan)
+    if best is None:
         return f"{sentence} None of these numbers of runs reaches {plan.power:.2f}."
-    return f"{sentence} {enough.seeds} runs are enough for the verdict."
+    return f"{sentence} {best.seeds} runs are enough for the verdict."
+
+
+def enough(plan: Plan) -> Row | None:
+    """Return the row with the fewest training runs that reach the verdict with the wanted power; None if none does."""
+    return next((row for row in plan.rows if row.n_verdict or (row.power_verdict or 0) >= plan.power), None)
 
 
 def _runs(row: Row) -> str:
@@ -73,9 +81,9 @@ def _title(plan: Plan) -> str:
 
 def _columns(plan: Plan) -> dict[str, Callable[[Row], str]]:
     """Return head → cell of a row, for the columns after the seeds."""
-    verdict = plan.verdict or "a verdict"
+    verdict = plan.verdict
     if plan.n is not None:
-        gain, survival = f"{plan.assumed.gain:+.3f}", f"{-plan.assumed.drop:+.3f}".replace("-", "−")
+        gain, survival = signed(plan.assumed.gain), signed(-plan.assumed.drop)
         return {
             "gain, ± half its 95 % interval": lambda row: f"{gain} ± {row.half_gain:.3f}",
             "probability to show it": lambda row: f"{row.power_gain:.2f}",
@@ -95,14 +103,14 @@ def _columns(plan: Plan) -> dict[str, Callable[[Row], str]]:
 
 def _assumed(plan: Plan) -> list[str]:
     a = plan.assumed
-    kind = "half the gain as the study will estimate it (at least 0.02)" if a.margin is None else "fixed"
+    kind = "a tenth of the gain as the study will estimate it (at least 0.01)" if a.margin is None else "fixed"
     lines = [
-        f"Assumed: base {a.base_accuracy:.3f}, gain {a.gain:+.3f}, loss of gain {a.drop:.3f}; "
+        f"Assumed: base {a.base_accuracy:.3f}, gain {a.gain:+.3f}, loss of gain {signed(a.drop).lstrip('+')}; "
         f"margin {a.expected_margin:.3f}, {kind}; power {plan.power:.2f}.",
-        f"Correlation of a question's outcomes: {a.correlation:.2f} before and after training, "
-        f"{a.scheme_correlation:.2f} at full precision and quantized.",
-        "Probabilities follow the rule of the verdict: the gain's 95 % interval above 0, and the one-sided 95 % bound "
-        "of gain survival beyond −margin.",
+        f"Correlation of a question's outcomes: {_correlation(a.correlation)} before and after training, "
+        f"{_correlation(a.scheme_correlation)} at full precision and quantized.",
+        "Probabilities are shares of simulated studies, each judged by the rule of the verdict itself. "
+        "An n has two significant digits.",
     ]
     if plan.rows[0].seeds == 1:
         return [*lines, "One training run: the spread between seeds is not included. See --between-seed-sd."]
@@ -119,6 +127,11 @@ def _effect(effect: float) -> str:
 
 def _n(n: int | None) -> str:
     return "none is enough" if n is None else f"{n:,}"
+
+
+def _correlation(value: float | None) -> str:
+    """Return a correlation with two decimals: 0.00 rather than -0.00."""
+    return f"{round(value or 0.0, 2) + 0.0:.2f}"
 
 
 def _accuracy(value: float | None) -> str:

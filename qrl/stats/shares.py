@@ -71,8 +71,8 @@ class Share:
 
         def bound(share: float) -> float:
             contrast = self.beyond(share)
-            reach = contrast.reach(tail, upwards=not upwards)
-            return contrast.estimate + (-reach if not upwards else reach)
+            reach = contrast.reach(tail, upwards=upwards)
+            return contrast.estimate + (reach if upwards else -reach)
 
         estimate = self.part.estimate / self.whole.estimate
         step = 1 / self.whole.low if upwards else -1 / self.whole.low

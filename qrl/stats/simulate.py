@@ -7,9 +7,10 @@ fail where few answers change, where the bounds are exact ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,8 +21,14 @@ from qrl.stats.shares import Share
 
 BASE, TRAINED, BASE_Q, TRAINED_Q = range(4)
 STUDIES = 400  # drawn for each n: a probability of 0.8 has a Monte Carlo error of 0.02
-POWER = 0.80
-_DIGITS = 2  # of an n that decides: it is no more precise
+FIRST_STUDIES = 50  # enough to see that a probability is far from the wanted one
+FAR = 3.0  # Monte Carlo errors
+POWER = 0.80  # of an n that decides
+
+Weights = tuple[float, float, float, float]  # of the four cells
+Contrasts = Callable[[Weights], Estimate]  # of one study: the weighted sum of its cells' accuracies
+Study = Callable[[np.random.Generator, int], Contrasts]  # draws a study of n questions
+Claim = Callable[[Contrasts], bool]
 
 
 @dataclass(frozen=True)
@@ -48,32 +55,15 @@ class Patterns:
         changed = (base != base_q) | (trained != trained_q)
         return n * float(self.probabilities[changed].sum())
 
-    def share(self, counts: np.ndarray) -> Share:
-        """Return the gain under the scheme as a part of the gain at full precision.
-
-        Args:
-            counts: (k,) how many questions have each combination.
-        """
+    def study(self, rng: np.random.Generator, n: int) -> Contrasts:
+        """Draw a study of n questions."""
+        counts = rng.multinomial(n, self.probabilities)
         seen = counts > 0
-        of_cells = partial(contrast, self.outcomes[:, seen], counts=counts[seen])
-        return share_of_gain(lambda weights: of_cells(weights=weights))
-
-    def chance(self, word_of: Callable[[Share], str], words: set[str], n: int, *, seed: int = 0) -> float:
-        """Return the share of drawn studies of n questions that come to one of the verdicts.
-
-        Args:
-            word_of: the rule.
-            words: verdicts that count.
-            n: questions.
-            seed: of the draws.
-        """
-        draws = np.random.default_rng(seed).multinomial(n, self.probabilities, size=STUDIES)
-        studies, repeats = np.unique(draws, axis=0, return_counts=True)
-        found = [word_of(self.share(counts)) in words for counts in studies]
-        return float(np.average(found, weights=repeats))
+        outcomes, repeats = self.outcomes[:, seen], counts[seen]
+        return lambda weights: contrast(outcomes, weights, counts=repeats)
 
 
-def share_of_gain(of_cells: Callable[[tuple[float, float, float, float]], Estimate]) -> Share:
+def share_of_gain(of_cells: Contrasts) -> Share:
     """Return the gain under a scheme as a part of the gain at full precision.
 
     Args:
@@ -87,23 +77,67 @@ def share_of_gain(of_cells: Callable[[tuple[float, float, float, float]], Estima
     )
 
 
+def is_likely(study: Study, claim: Claim, n: int, power: float, *, studies: int = STUDIES, seed: int = 0) -> bool:
+    """Return whether a study of n questions shows a claim with this probability; a few draws may settle it.
+
+    Args:
+        study, claim: what is drawn, and what it must show.
+        n: questions.
+        power: wanted probability.
+        studies: most draws.
+        seed: of the draws. One seed for all n keeps the random differences between sizes small.
+    """
+    rng = np.random.default_rng(seed)
+    shown = drawn = 0
+    while drawn < studies:
+        shown += sum(claim(study(rng, n)) for _ in range(FIRST_STUDIES))
+        drawn += FIRST_STUDIES
+        error = math.sqrt(power * (1 - power) / drawn)
+        if abs(shown / drawn - power) > FAR * error:
+            break
+    return shown >= power * drawn
+
+
+def two_digits(first: float, last: float) -> list[float]:
+    """Return all numbers with two significant digits above `first`, up to `last`. Simulation finds none more exactly.
+
+    Args:
+        first, last: above 0.
+    """
+    exponents = range(math.floor(math.log10(first)) - 1, math.ceil(math.log10(last)))
+    numbers = [float(f"{digits}e{exponent}") for exponent in exponents for digits in range(10, 100)]
+    return [number for number in numbers if first < number <= last]
+
+
+def first_of(candidates: Sequence[float], holds: Callable[[float], bool]) -> float | None:
+    """Return the first of the candidates for which a monotone condition holds; None if none does."""
+    index = bisect_left(candidates, True, key=holds)
+    return candidates[index] if index < len(candidates) else None
+
+
+def least_questions(
+    study: Study, claim: Claim, first: int, last: int, *, power: float = POWER, studies: int = STUDIES
+) -> int | None:
+    """Return how many questions show a claim with the wanted probability.
+
+    Args:
+        study, claim, power, studies: as for `is_likely`.
+        first, last: where to look.
+
+    Returns:
+        `first`, or n with two significant digits; None if none up to `last` has this probability.
+    """
+    sizes = [first, *(number for number in two_digits(first, last) if number == round(number))]
+    n = first_of(sizes, lambda n: is_likely(study, claim, round(n), power, studies=studies))
+    return None if n is None else round(n)
+
+
 def questions_to_decide(patterns: Patterns, word_of: Callable[[Share], str], first: int, last: int) -> int | None:
     """Return a number of questions from `first` to `last` at which a verdict other than `inconclusive` comes.
 
     Returns:
-        n with two significant digits, with a probability of `POWER`; None if none up to `last` has it.
+        As `least_questions`.
     """
-    decided = {"lost", "survives", "reduced"}
-
-    def decides(n: int) -> bool:
-        return patterns.chance(word_of, decided, n) >= POWER
-
-    low, high = first, first
-    while not decides(high):
-        if high >= last:
-            return None
-        low, high = high, min(2 * high, last)
-    while high - low > 10 ** max(0, len(str(high)) - _DIGITS):
-        middle = (low + high) // 2
-        low, high = (low, middle) if decides(middle) else (middle, high)
-    return high
+    return least_questions(
+        patterns.study, lambda of_cells: word_of(share_of_gain(of_cells)) != "inconclusive", first, last
+    )

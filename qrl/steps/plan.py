@@ -57,7 +57,7 @@ def make(
         click.echo(f"Written to {out}: {names.TABLE_MD}, {names.TABLE_JSON}, {names.FIGURES}/{FIGURE}.", err=True)
 
 
-def read_pilot(path: str, scheme: str | None, reference: str | None) -> tuple[dict[str, float], list[str]]:
+def read_pilot(path: str, scheme: str | None, reference: str | None) -> tuple[dict[str, Any], list[str]]:
     """Return fields of `plan.Assumptions` that a study's questions suggest, and sentences on how certain they are.
 
     Raises:
@@ -79,14 +79,13 @@ def read_pilot(path: str, scheme: str | None, reference: str | None) -> tuple[di
         )
     order = [(variant, kind) for kind in (names.FULL, row.scheme) for variant in (names.BASE, row.variant)]
     cells = comparison.evidence.cells
-    per_run = [plan.of_pilot(*(cells[cell][run] for cell in order)) for run in range(len(comparison.runs))]
-    assumed = {key: float(np.mean([values[key] for values in per_run])) for key in per_run[0]}
+    assumed = plan.of_pilot(*(np.concatenate(cells[cell]) for cell in order))
     if gain.runs:
         assumed |= {"between_gain": gain.runs.between_sd, "between_survival": survival.runs.between_sd}
     notes = [
         f"Pilot {path}, {row.variant} under {row.scheme}, n = {comparison.n}: gain {interval(gain)}, "
         f"gain survival {interval(survival)}.",
-        "The correlation under quantization is chosen so that gain survival has the same spread as in the pilot.",
+        "Simulated questions have the pilot's own combinations of outcomes, as often as it has them.",
         "A pilot's gain is an estimate, and often a lucky one. For a safe plan, use its lower bound: "
         f"--gain {max(gain.low, 0.001):.3f}.",
     ]

@@ -53,8 +53,7 @@ def check(
     device, name = auto.device_of(recipe.device), overrides.get("recipe", recipes.DEFAULT)
     _check_settings(recipe, overrides, beside, found)
     if device == "cpu" and recipes.needs_gpu(name):
-        smaller = recipes.default({"model": recipe.model, "task": recipe.task}, device=device)
-        fitting = f"use a machine with one, or recipe={smaller}"
+        fitting = f"use a machine with one, or recipe={_smaller(name, recipe)}"
         doubted = [f"Recipe {name} is sized for a GPU, but this study would run on a CPU: {fitting}."]
         _doubt(found, doubted, yes=yes)
     digest = found.check(_check_base, recipe, found)
@@ -125,6 +124,14 @@ def _check_machine(recipe: Recipe, device: str, found: Objections) -> None:
     asked_of = (recipe.evaluate.tensor_parallel, recipe.evaluate.engine, device, gpus["evaluate"])
     found.check(evaluate.check_gpus, *asked_of)
     found.check(rollout.check, recipe.rollout, device, recipe.train)
+
+
+def _smaller(name: str, recipe: Recipe) -> str:
+    """Return the recipe for a CPU: a file's own, NAME-cpu.yaml beside NAME.yaml, or a named one."""
+    beside = Path(name).with_name(f"{Path(name).stem}-cpu{Path(name).suffix}")
+    if Path(name).is_file() and beside.is_file():
+        return str(beside)
+    return recipes.default({"model": recipe.model, "task": recipe.task}, device="cpu")
 
 
 def _unstored(recipe: Recipe, beside: Sequence[str]) -> list[str]:

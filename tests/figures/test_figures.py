@@ -394,9 +394,14 @@ def test_many_variants_and_schemes_are_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("asked", [{}, {"n": 1000}, {"effect": 0.05}])
-@pytest.mark.parametrize("between", [0.0, 0.01])
-def test_a_plan_is_drawn(tmp_path, asked, between):
-    made = plan.make(plan.Assumptions(gain=0.1, between_gain=between, between_survival=between), **asked)
+def test_a_plan_is_drawn(tmp_path, asked):
+    made = plan.make(plan.Assumptions(gain=0.1), **asked)
+    figures.chances(made, tmp_path / "plan.png")
+    assert is_picture(tmp_path / "plan.png")
+
+
+def test_a_plan_of_several_runs_is_drawn(tmp_path):
+    made = plan.make(plan.Assumptions(gain=0.1, between_gain=0.01, between_survival=0.01), effect=0.05)
     figures.chances(made, tmp_path / "plan.png")
     assert is_picture(tmp_path / "plan.png")
 

@@ -117,12 +117,14 @@ def test_with_few_changes_the_n_that_would_decide_comes_from_studies_that_are_dr
     outcomes[[0, 2], :180] = 1
     outcomes[1, :240] = outcomes[3, :238] = 1
     patterns = Patterns.of(outcomes)
-    share = patterns.share(np.rint(patterns.probabilities * 300))
+    share = share_of_gain(lambda weights: stats.contrast(outcomes, weights))
     found = judge(Gains(share, 0.02), MIDDLE, patterns)
     assert found.verdict == "inconclusive" and 400 < found.n_to_decide < 700
 
     def decided(n):
-        return patterns.chance(lambda share: Gains(share, 0.02).word(), {"survives", "reduced", "lost"}, n, seed=1)
+        rng = np.random.default_rng(1)
+        words = [Gains(share_of_gain(patterns.study(rng, n)), 0.02).word() for _ in range(400)]
+        return np.mean([word != "inconclusive" for word in words])
 
     assert decided(found.n_to_decide) >= 0.75 > decided(found.n_to_decide // 2)
 

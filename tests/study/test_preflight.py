@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import threading
@@ -181,6 +182,17 @@ def test_a_recipe_for_a_gpu_is_refused_on_a_cpu_at_once_and_runs_with_yes(capsys
         preflight.check(settings, {"recipe": "instruct", **overrides})
     preflight.check(settings, {"recipe": "instruct", **overrides}, yes=True)
     assert "sized for a GPU" in capsys.readouterr().err
+
+
+def test_a_file_of_ones_own_for_a_gpu_names_the_one_for_a_cpu_beside_it(tmp_path):
+    for name, beside in (("sums", "sums-cpu"), ("other", "")):
+        (tmp_path / f"{name}.yaml").write_text("extends: tiny\nmachine: gpu\n")
+        if beside:
+            (tmp_path / f"{beside}.yaml").write_text(f"extends: {name}.yaml\nmachine: any\n")
+        path = str(tmp_path / f"{name}.yaml")
+        smaller = re.escape(str(tmp_path / f"{beside}.yaml")) if beside else "tiny"
+        with pytest.raises(BadInput, match=f"is sized for a GPU.* or recipe={smaller}\\. "):
+            preflight.check(recipe.load(path, {"device": "cpu"}), {"recipe": path, "device": "cpu"})
 
 
 def test_codes_that_vllm_cannot_run_are_refused_before_anything_is_trained():
