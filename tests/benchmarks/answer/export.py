@@ -37,11 +37,16 @@ def cells(store: str) -> dict[tuple[str, int, str, str], object]:
     from mlflow import MlflowClient
 
     client, found = MlflowClient(store), {}
-    for run in _runs(store, f"{FINISHED} and tags.`{names.TAG_SCHEME}` != '' and tags.`{names.TAG_STEP}` = 'evaluate'"):
+    for run in finished(store, "evaluate", names.TAG_SCHEME):
         parent = client.get_run(run.data.tags["mlflow.parentRunId"]).data.params
         key = (parent["model"], int(parent["seed"]), run.data.params["variant"], run.data.params["scheme"])
         found[key] = run
     return found
+
+
+def finished(store: str, step: str, tag: str) -> Iterator:
+    """Yield the runs of a step that ended well and have a tag, the oldest first."""
+    yield from _runs(store, f"{FINISHED} and tags.`{names.TAG_STEP}` = '{step}' and tags.`{tag}` != ''")
 
 
 def _runs(store: str, query: str = "") -> Iterator:
@@ -91,9 +96,7 @@ def quantized(store: str, base: str, seed: int | None) -> dict[tuple[str, str], 
     from mlflow import MlflowClient
 
     client, found = MlflowClient(store), {}
-    for run in _runs(
-        store, f"{FINISHED} and tags.`{names.TAG_STEP}` = 'quantize' and tags.`{names.TAG_VARIANT}` != ''"
-    ):
+    for run in finished(store, "quantize", names.TAG_VARIANT):
         parent = client.get_run(run.data.tags["mlflow.parentRunId"]).data.params
         if parent["model"] == base and seed in (None, int(parent["seed"])):
             found[run.data.tags[names.TAG_VARIANT], run.data.tags[names.TAG_SCHEME]] = address(store, run)

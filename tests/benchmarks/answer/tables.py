@@ -25,6 +25,7 @@ TABLES = {  # file → what a later export replaces of an earlier one's
     "weights": ["size", "seed"],
     "why": ["size"],
     "runs": ["run"],  # MLflow's, since the evening of 2026-11-26
+    "measures": CELL,  # of a real model: `real/collect.py`
 }
 
 
@@ -92,14 +93,19 @@ def _joined(parts: Sequence[pd.DataFrame], keys: list[str]) -> pd.DataFrame:
     return pd.concat(kept, ignore_index=True)
 
 
+def join(exports: Sequence[Path], out: Path) -> None:
+    """Write several exports as one; of a cell in several, the last is kept."""
+    found = {name: table for name in TABLES if (table := measures(exports, name)) is not None}
+    outcomes = answers(exports)
+    write(out, None if outcomes.empty else outcomes, **found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("exports", help="folders, by comma")
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
-    exports = [Path(part) for part in given.exports.split(",")]
-    found = {name: table for name in TABLES if (table := measures(exports, name)) is not None}
-    write(given.out, answers(exports), **found)
+    join([Path(part) for part in given.exports.split(",")], given.out)
 
 
 if __name__ == "__main__":
