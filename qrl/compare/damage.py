@@ -74,10 +74,11 @@ def measure(evidence: Questions) -> tuple[Damage, ...]:
     if not excess:
         return ()
     holm = holm_by_key({cell: value.p_two_sided for cell, value in excess.items()})
-    return tuple(
-        Damage(*cell, loss, kept[cell], excess.get(cell), holm.get(cell), scales.get(cell))
-        for cell, loss in losses.items()
-    )
+    found = []
+    for cell, loss in losses.items():
+        variant, scheme = cell
+        found.append(Damage(variant, scheme, loss, kept[cell], excess.get(cell), holm.get(cell), scales.get(cell)))
+    return tuple(found)
 
 
 def _loss(variant: str, scheme: str) -> dict[Cell, float]:
