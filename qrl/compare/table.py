@@ -239,8 +239,9 @@ def _error_rate(comparison: Comparison) -> list[str]:
     runs = len(comparison.runs)
     if comparison.evidence.clusters:
         return [
-            f"- Each claim is wrong in at most {error} of studies with many groups of questions. With 10 to 20 that lose",
-            f"  unequally, *survives* at the margin was wrong in up to 10 % of simulated studies. {several_schemes}",
+            f"- Each claim is wrong in at most {error} of studies with many groups of questions. With 10 to 20 that",
+            "  lose unequally, *survives* at the margin was wrong in up to 10 % of simulated studies.",
+            f"  {several_schemes}",
         ]
     if runs <= 1:
         of_run = " about this training run" if runs else ""
