@@ -61,8 +61,8 @@ def cli() -> None:
     """Does RL post-training change how cleanly a model quantizes?
 
     `study` answers this for one model. It trains with GRPO, quantizes the model before and after training, evaluates
-    every variant under every scheme on the same held-out questions, and reports how much of the gain survives, with
-    an interval. Other commands run one step of it, or work on your own files.
+    every variant under every scheme on the same held-out questions, and reports what share of the gain is kept,
+    with an interval. Other commands run one step of it, or work on your own files.
 
     Exit codes: 0 done; 1 a step failed; 2 bad input; 3 refused by a gate, or by --fail-on; 130 Ctrl-C.
     """

@@ -164,7 +164,7 @@ def measure(frame: pd.DataFrame) -> Methods:
     pairs = holm_by_key({pair: difference.p_two_sided for pair, difference in between.items() if difference})
     trained = holm_by_key({row.cell: row.over_grpo.p_two_sided for row in rows if row.over_grpo})
     behind = {cell: pairs[small[0], cell] for cell in small[1:]}
-    damages, runs = damage.measure(cells, evidence.contrast), len(evidence.runs)
+    damages, runs = damage.measure(evidence), len(evidence.runs)
     full, sizes = full_with_dtype(frame), unusual_groups(frame)
     return Methods(tuple(rows), evidence.n, runs, behind, trained, damages, full, answered, sizes)
 

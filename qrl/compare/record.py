@@ -31,25 +31,25 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     """Return the contract `table.json`: one entry per scheme.
 
     Returns:
-        scheme → {"label", "trained", "delta", "gain_survival", "gain_kept", "verdict", "headline", "reason",
-        "all_lost", "more_than_half_kept", "remarks", "margin", "smallest_effect", "n_to_decide", "seeds_to_decide",
-        "p_value", "p_holm", "holds_after_holm", "p_delta", "mcnemar", "bootstrap", "loss": {variant: …},
-        "accuracy_kept": {variant: …}, "accuracy_kept_ratio", "log_odds_difference", "scales_agree", "scales",
-        "seeds", "between_seed_sd", "within_seed_sd", "per_seed", "paired", "engine", "cells": {variant: {"n",
-        "accuracy", "stderr", "low", "high"}}, "answers": {variant: …}}.
+        scheme → {"label", "trained", "delta", "gain_survival", "gain_survival_bounds": [lower, upper], "gain_kept",
+        "verdict", "headline", "reason", "all_lost", "more_than_half_kept", "remarks", "margin", "smallest_effect",
+        "n_to_decide", "seeds_to_decide", "p_value", "p_holm", "holds_after_holm", "p_delta", "mcnemar", "bootstrap",
+        "loss": {variant: …}, "accuracy_kept": {variant: …}, "accuracy_kept_ratio", "log_odds_difference",
+        "scales_agree", "scales", "seeds", "between_seed_sd", "within_seed_sd", "per_seed", "paired", "engine", "cells":
+        {variant: {"n", "accuracy", "stderr", "low", "high"}}, "answers": {variant: …}}.
 
         Differences and shares are {"estimate", "stderr", "low", "high"}. Under full, gain survival and all that depends
-        on it are null; so is a share of what is not shown to be above 0. "headline" is the verdict with the share of
-        the gain that is kept, "scales" a sentence on points, shares of accuracy and log-odds. `label` is the scheme as
-        tables show it: `full (bf16)`. `seeds` counts training runs, null if only counts are known. With one run the
-        spreads are null and `per_seed` is empty; with several, both spreads map "delta" and "gain_survival" to standard
-        deviations, and `per_seed` maps each seed to the same two differences and to "gain_kept", whose errors come from
-        its questions alone. Cells with several samples per question also have "samples" and "pass_at": {k: …}.
-        "answers" maps each variant to the measures of `answers.Answers` that are known, as {"n", "mean", "change"}
-        (against full precision, null under it), and to "reference_perplexity", "right_to_wrong", "wrong_to_right",
-        "compared" (answers) and "mcnemar"; it is empty if only counts are known. A cell whose answers quantization made
-        unhealthy says so in "unhealthy". With more than one trained variant,
-        the entry is the first one's, and "others" maps each further label to the same keys.
+        on it are null; so is a share of what is not shown to be above 0. "gain_survival_bounds" are the one-sided 95 %
+        bounds that verdicts use. "headline" is the verdict with the share of the gain that is kept, "scales" a sentence
+        on points, shares of accuracy and log-odds. `label` is the scheme as tables show it: `full (bf16)`. `seeds`
+        counts training runs, null if only counts are known. With one run the spreads are null and `per_seed` is empty;
+        with several, both spreads map "delta" and "gain_survival" to standard deviations, and `per_seed` maps each seed
+        to the same two differences and to "gain_kept", whose errors come from its questions alone. Cells with several
+        samples per question also have "samples" and "pass_at": {k: …}. "answers" maps each variant to the measures of
+        `answers.Answers` that are known, as {"n", "mean", "change"} (against full precision, null under it), and to
+        "reference_perplexity", "right_to_wrong", "wrong_to_right", "compared" (answers) and "mcnemar"; it is empty if
+        only counts are known. A cell whose answers quantization made unhealthy says so in "unhealthy". With more than
+        one trained variant, the entry is the first one's, and "others" maps each further label to the same keys.
 
         Cells whose missing answers count as wrong have "missing", their number. "subgroups" is there if rows name
         subjects or levels, with differences for each variant and accuracies as differences are written: {kind: {group:
@@ -132,6 +132,7 @@ def _row(row: Row) -> dict[str, Any]:
         "trained": row.variant,
         "delta": numbers(row.delta),
         "gain_survival": numbers_or_null(row.gain_survival),
+        "gain_survival_bounds": [row.gain_survival.lower, row.gain_survival.upper] if row.gain_survival else None,
         "gain_kept": numbers_or_null(row.gain_kept),
         **{key: getattr(row.verdict, key) if row.verdict else None for key in _VERDICT},
         "remarks": list(row.verdict.remarks) if row.verdict else [],

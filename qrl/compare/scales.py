@@ -59,29 +59,33 @@ def _sign(value: Estimate, neutral: float) -> int:
     return int(value.low > neutral) - int(value.high < neutral)
 
 
-def measure_scales(evidence: Questions | Counts, variant: str, scheme: str, points: Estimate) -> Scales:
-    """Return what a scheme costs a variant and the base, on all scales.
+def measure_scales(
+    evidence: Questions | Counts, variant: str, scheme: str, points: Estimate, reference: str = BASE
+) -> Scales:
+    """Return what a scheme costs a variant and the base, or another reference, on all scales.
 
     Args:
         evidence: from which contrasts of cells are computed.
         variant, scheme: the trained variant, and the quantized scheme.
-        points: gain survival.
+        points: gain survival; for another reference, the same contrast with its cells.
+        reference: the variant to compare with.
     """
-    cells: list[Cell] = [(variant, scheme), (variant, FULL), (BASE, scheme), (BASE, FULL)]
+    cells: list[Cell] = [(variant, scheme), (variant, FULL), (reference, scheme), (reference, FULL)]
     accuracies = [evidence.accuracy(cell).estimate for cell in cells]
 
     def contrast(weights) -> Estimate:
         return evidence.contrast(dict(zip(cells, weights, strict=True)))
 
     return Scales(
-        kept={name: _accuracy_kept(evidence, name, scheme) for name in (BASE, variant)},
+        kept={name: accuracy_kept(evidence, name, scheme) for name in (reference, variant)},
         points=points,
         ratio=stats.ratio_of_shares(accuracies, contrast, evidence.n),
         log_odds=stats.difference_in_log_odds(accuracies, contrast, evidence.n),
     )
 
 
-def _accuracy_kept(evidence: Questions | Counts, variant: str, scheme: str) -> Estimate | None:
+def accuracy_kept(evidence: Questions | Counts, variant: str, scheme: str) -> Estimate | None:
+    """Return accuracy under the scheme / accuracy at full precision; None if the latter is not shown to be above 0."""
     quantized, full = (variant, scheme), (variant, FULL)
     share = Share(
         part=evidence.contrast({quantized: 1}),
@@ -101,8 +105,10 @@ def sections(comparison: Comparison) -> list[str]:
             continue
         body = []
         for row in rows:
-            kept = [_kept(row.scales.kept[name]) for name in (BASE, variant)]
-            body.append((comparison.shown(row.scheme), *kept, _ratio(row.scales.ratio), interval(row.scales.log_odds)))
+            kept = [kept_text(row.scales.kept[name]) for name in (BASE, variant)]
+            body.append(
+                (comparison.shown(row.scheme), *kept, ratio_text(row.scales.ratio), interval(row.scales.log_odds))
+            )
         head = ("scheme", f"accuracy kept: {BASE}", f"accuracy kept: {variant}", "ratio", "difference in log-odds")
         sentences = [f"- {comparison.shown(row.scheme)}: {sentence(row.scales, variant)}" for row in rows]
         title = f"## Does quantization cost {variant} more than {BASE}?"
@@ -114,11 +120,11 @@ def sections(comparison: Comparison) -> list[str]:
     return lines
 
 
-def sentence(scales: Scales, variant: str) -> str:
-    """Return in a sentence on which scales quantization costs the trained variant more or less than the base."""
+def sentence(scales: Scales, variant: str, reference: str = BASE) -> str:
+    """Return in a sentence on which scales quantization costs the trained variant more or less than the reference."""
     texts = {
         "points": f"{interval(scales.points)} in points",
-        "share": f"{_ratio(scales.ratio)} as a ratio of accuracy kept",
+        "share": f"{ratio_text(scales.ratio)} as a ratio of accuracy kept",
         "log-odds": f"{interval(scales.log_odds)} in log-odds",
     }
     less = [texts[name] for name, sign in scales.signs.items() if sign > 0]
@@ -126,23 +132,23 @@ def sentence(scales: Scales, variant: str) -> str:
     unclear = [texts[name] for name, sign in scales.signs.items() if sign == 0]
     if less and more:
         return (
-            f"the scales disagree. It costs {variant} more than {BASE} on one scale ({', '.join(more)}) and less on "
-            f"another ({', '.join(less)}), so neither alone answers the question."
+            f"the scales disagree. It costs {variant} more than {reference} on one scale ({', '.join(more)}) and less "
+            f"on another ({', '.join(less)}), so neither alone answers the question."
         )
     if not less and not more:
-        return f"on no scale is a difference between {variant} and {BASE} shown ({', '.join(unclear)})."
+        return f"on no scale is a difference between {variant} and {reference} shown ({', '.join(unclear)})."
     direction, shown = ("less", less) if less else ("more", more)
     if not unclear:
-        return f"the scales agree. It costs {variant} {direction} than {BASE}: {', '.join(shown)}."
+        return f"the scales agree. It costs {variant} {direction} than {reference}: {', '.join(shown)}."
     return (
-        f"it costs {variant} {direction} than {BASE} on some scales ({', '.join(shown)}); on others no difference is "
-        f"shown ({', '.join(unclear)})."
+        f"it costs {variant} {direction} than {reference} on some scales ({', '.join(shown)}); on others no difference "
+        f"is shown ({', '.join(unclear)})."
     )
 
 
-def _kept(share: Estimate | None) -> str:
+def kept_text(share: Estimate | None) -> str:
     return "not defined" if share is None else percent_interval(share)
 
 
-def _ratio(value: Estimate) -> str:
+def ratio_text(value: Estimate) -> str:
     return f"{value.estimate:.2f} [{value.low:.2f}, {value.high:.2f}]"

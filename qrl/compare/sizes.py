@@ -183,7 +183,7 @@ def markdown(sizes: Sizes, failed: Sequence[str] = (), rewards: Sequence[str] = 
         rewards: what training rewarded (`train.rewards`).
     """
     with_reward = any(method.reward for method in sizes.methods)
-    head = ["method", "model", "parameters", "accuracy", "loss: full − method"]
+    head = ["method", "model", "parameters", "accuracy", "loss in points: full − method"]
     head += ["mean reward", "loss of reward"] if with_reward else []
     body, trends = [], []
     for method in sizes.methods:
@@ -203,7 +203,7 @@ def markdown(sizes: Sizes, failed: Sequence[str] = (), rewards: Sequence[str] = 
     note += "" if with_reward else "The mean reward is the accuracy: the strict verdict alone is rewarded. "
     lines = ["## Sizes", "", *table(head, body), "", note.strip(), ""]
     if trends:
-        slope = "loss per decade of parameters"
+        slope = "loss in points per decade of parameters"
         lines += [
             "## Does the loss grow with size?",
             "",
@@ -212,7 +212,8 @@ def markdown(sizes: Sizes, failed: Sequence[str] = (), rewards: Sequence[str] = 
         ]
         lines += [
             "The slope is that of a straight line through these models' losses. Its interval does not include how far "
-            "other models lie from that line.",
+            "other models lie from that line. Losses are in points: a model with a higher accuracy has more of them "
+            "to lose.",
             "",
         ]
     lines += [*(f"- {finding}" for finding in findings(sizes)), ""]
@@ -228,9 +229,9 @@ def findings(sizes: Sizes) -> list[str]:
     for answer, says in (("grows", "grows with size"), ("shrinks", "shrinks with size")):
         for method, trend in (each for each in trends if each[0].answer == answer):
             corrected = "" if sizes.holm[method.name] < 1 - LEVEL else ", not significant after Holm's correction"
-            sentences.append(f"The loss of {method.name} {says}: {interval(trend)} per decade{corrected}.")
+            sentences.append(f"In points, the loss of {method.name} {says}: {interval(trend)} per decade{corrected}.")
     if unknown := [method.name for method, _ in trends if method.answer == "cannot tell"]:
-        sentences.append(f"Whether the loss grows with size cannot be told for {', '.join(unknown)}.")
+        sentences.append(f"Whether the loss in points grows with size cannot be told for {', '.join(unknown)}.")
     return sentences
 
 

@@ -65,7 +65,7 @@ def wrapped(title: str, width: float) -> str:
         width: of the figure, in inches.
     """
     unbroken = re.sub(r"\[[^]]*\]", lambda interval: interval[0].replace(" ", "\u00a0"), title)
-    return textwrap.fill(unbroken, width=int(9.1 * width))
+    return textwrap.fill(unbroken, width=int(9.1 * width), break_on_hyphens=False)
 
 
 def finish(figure: Figure, title: str, note: str, path: str | Path) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qrl.figures import page
 from qrl.figures.comparison import survival_finding
+from qrl.figures.forest import interval
 from qrl.names import BASE, FULL, cell_name, scheme
 from qrl.stats import Estimate, signed
 from qrl.stats.text import percent_interval
@@ -83,10 +84,26 @@ def verdicts(rows: Sequence[Row], sizes: Mapping[str, int]) -> str:
         if kept:
             number, detail = _percent(kept), f"of the gain is kept, 95 % interval; gain survival {survival}"
         estimate, _, bounds = number.partition(" [")
-        card = {"name": row.name, "verdict": row.entry["verdict"], "estimate": estimate, "interval": f"[{bounds}"}
+        card = {
+            "name": row.name,
+            "verdict": row.entry["verdict"],
+            "label": _label(row.entry),
+            "estimate": estimate,
+            "interval": f"[{bounds}",
+        }
         card |= {"detail": detail, "remarks": row.entry.get("remarks") or []}
         cards.append(card | {"size": _size(row, sizes), "meaning": _meaning(row)})
     return page.html("verdicts", cards=cards)
+
+
+def _label(entry: Mapping[str, Any]) -> str:
+    """Return the verdict, or that all of the gain is lost; empty at full precision."""
+    return "lost, all of it" if entry.get("all_lost") else entry.get("verdict") or ""
+
+
+def _lines(value: Mapping[str, float]) -> str:
+    """Return a difference with its interval below it, which keeps a wide table on the screen."""
+    return interval(value).replace(" [", "\n[")
 
 
 def _percent(share: Mapping[str, float]) -> str:
@@ -140,9 +157,15 @@ def _meaning(row: Row) -> str:
     if entry.get("all_lost"):
         return f"Quantizing to {name} costs all of the gain: no gain is shown under it, {interval(entry['delta'])}."
     if entry["verdict"] == "lost":
-        return f"Quantizing to {name} costs more than half of the gain: {gain}."
-    n = entry.get("n_to_decide")
-    more = f" About {float(f'{n:.2g}'):,.0f} questions would decide." if n else ""
+        # Tables from before the verdict `reduced` compared the loss with the margin.
+        loss = "more than half of the gain"
+        if "headline" not in entry:
+            loss = f"more of the gain than the margin, {entry['margin']:.3f}"
+        return f"Quantizing to {name} costs {loss}: {gain}."
+    n, seeds = entry.get("n_to_decide"), entry.get("seeds_to_decide")
+    ways = [f"{float(f'{n:.2g}'):,.0f} questions"] if n else []
+    ways += [f"{seeds} training seeds"] if seeds else []
+    more = f" About {' or '.join(ways)} would decide." if ways else ""
     return f"This study cannot decide: {entry['reason']}.{more}"
 
 
@@ -156,11 +179,35 @@ def scales_table(rows: Sequence[Row]) -> str:
         entry = row.entry
         kept = [_percent(share) if share else "not defined" for share in entry["accuracy_kept"].values()]
         ratio = "{estimate:.2f} [{low:.2f}, {high:.2f}]".format(**entry["accuracy_kept_ratio"])
-        body.append([row.name, *kept, ratio, interval(entry["log_odds_difference"])])
-    head = ["scheme", "accuracy kept: base", "accuracy kept: trained", "ratio", "difference in log-odds"]
-    return page.html("table", head=head, rows=body, note="") + page.html(
-        "sentences", sentences=[f"{row.name}: {row.entry['scales']}" for row in rows]
+        points, log_odds = interval(entry["gain_survival"]), interval(entry["log_odds_difference"])
+        body.append([row.name, *kept, ratio, log_odds, points])
+    trained = _trained(rows)
+    head = [
+        "scheme",
+        "accuracy kept: base",
+        f"accuracy kept: {trained}",
+        "ratio",
+        "difference in log-odds",
+        "in points",
+    ]
+    note = (
+        f"Accuracy kept = accuracy under the scheme / accuracy at full precision. Ratio: {trained} / base. Log-odds: "
+        f"change of {trained} − change of the base. In points: gain survival. A ratio above 1 or a difference above 0 "
+        f"means that {trained} loses less than the base."
     )
+    sentences = [f"{row.name}: {row.entry['scales']}" for row in rows]
+    return page.html("notes", items=sentences) + page.html("table", head=head, rows=body, note=note)
+
+
+def scales_question(rows: Sequence[Row]) -> str:
+    """Return the title of that table."""
+    return f"Does quantization cost {_trained(rows)} more than base?"
+
+
+def _trained(rows: Sequence[Row]) -> str:
+    """Return the trained variant's name; of several, what they are."""
+    variants = {row.entry["trained"] for row in rows}
+    return variants.pop() if len(variants) == 1 else "the trained model"
 
 
 def cells_table(table: Mapping[str, Any], rows: list[Row], sizes: Mapping[str, int]) -> str:
@@ -174,10 +221,10 @@ def cells_table(table: Mapping[str, Any], rows: list[Row], sizes: Mapping[str, i
         entry, survival = row.entry, row.entry.get("gain_survival")
         cells = (table[row.scheme]["cells"][name] for name in (BASE, entry["trained"]))
         accuracies = (f"{cell['accuracy']:.3f} ± {cell['stderr']:.3f}{_mark(cell)}" for cell in cells)
-        line = [row.name, *accuracies, interval(entry["delta"]), interval(survival) if survival else "reference"]
+        line = [row.name, *accuracies, _lines(entry["delta"]), _lines(survival) if survival else "reference"]
         line.append(_percent(entry["gain_kept"]) if entry.get("gain_kept") else "")
         size = [_bytes(sizes.get(f"{entry['trained']}:{row.scheme}"))] if sizes else []
-        body.append([*line, entry.get("verdict") or "", *size])
+        body.append([*line, _label(entry), *size])
     note = f"n = {questions} held-out questions per cell. ± is one standard error, brackets are 95 % intervals."
     if told := unhealthy(table):
         note += f" † {'; '.join(told)}. Quantization did that: the cell counts, with unfinished answers as wrong, and "
@@ -235,8 +282,3 @@ def gates_finding(gates: Sequence[Gate]) -> str:
     if refused:
         return f"The gate refused {', '.join(refused)}. A stage that was refused stays as it was."
     return "Every candidate passed its gate."
-
-
-def interval(value: Mapping[str, float]) -> str:
-    """Return a difference of table.json with its interval."""
-    return f"{signed(value['estimate'])} [{signed(value['low'])}, {signed(value['high'])}]"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 COLOURS = {"base": GREY, "grpo": BLUE, "qat": GREEN, "qad": PURPLE, "": ORANGE}  # by the prefix of a method's name
 TOKENS = "tokens"  # a measure of answers
 VERDICTS = {"survives": GREEN, "reduced": ORANGE, "lost": RED, "inconclusive": GREY}
+MARKERS = {"survives": "o", "reduced": "D", "lost": "s", "inconclusive": "o"}  # a second cue beside the colour
 LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 
 
@@ -74,29 +75,56 @@ def survival(comparison: Comparison, path: str | Path) -> None:
     rows = comparison.judged()
     if not rows:
         raise ValueError("There is no quantized scheme, so gain survival is not defined: expected one beside full.")
-    figure, axes = canvas(7.4, 1.9 + 0.72 * len(rows))
-    half_gains = [max(0.0, comparison.row(FULL, row.variant).delta.estimate) / 2 for row, _, _ in rows]
-    of_runs = [run.estimate for _, _, value in rows if value.runs for run in value.runs.values]
-    ends = [end for _, verdict, value in rows for end in (value.low, value.high, verdict.margin)]
-    reach = max(map(abs, [*of_runs, *ends, *half_gains])) * 1.15
+    figure, axes = canvas(8.4, 2.1 + 0.72 * len(rows))
+    full_gains = [comparison.row(FULL, row.variant).delta for row, _, _ in rows]
+    half_gains = [gain.estimate / 2 if gain.low > 0 else None for gain in full_gains]
+    left, right = _limits(rows, half_gains)
     for y, ((_, verdict, value), half_gain) in enumerate(zip(rows, half_gains, strict=True)):
-        axes.fill_betweenx([y - 0.5, y + 0.5], -reach, -half_gain, color=RED, alpha=0.08, lw=0)
-        axes.plot([-half_gain] * 2, [y - 0.5, y + 0.5], color=RED, lw=1.4, ls=":")
-        axes.plot([-verdict.margin] * 2, [y - 0.5, y + 0.5], color=GREEN, lw=1.4, ls=(0, (4, 2)))
+        if half_gain is not None:
+            _shade_words(axes, y, -half_gain, -verdict.margin, (left, right))
         _forest_row(axes, y, verdict, value)
     several = len(comparison.variants) > 2
     shown = [(row.variant, comparison.shown(row.scheme)) for row, _, _ in rows]
     labels = [f"{variant} · {scheme}" if several else scheme for variant, scheme in shown]
     axes.axvline(0, color=INK, lw=1)
-    axes.set_xlim(-reach, reach)
+    axes.set_xlim(left, right)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_yticks(range(len(rows)), labels, size=12)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("gain survival: gain under the scheme − gain at full precision (accuracy)")
-    above = {"textcoords": "offset points", "ha": "right", "size": 9.5}
-    axes.annotate("−margin", (-rows[0][1].margin, -0.5), (-3, 3), color=GREEN, **above)
-    axes.annotate("−half the gain", (-half_gains[0], -0.5), (-3, 3), color=RED, **above)
+    if half_gains[0] is not None:
+        _name_lines(axes, -half_gains[0], -rows[0][1].margin)
     finish(figure, _survival_title(rows, several), _survival_note(comparison), path)
+
+
+def _limits(rows: Sequence[tuple], half_gains: Sequence[float | None]) -> tuple[float, float]:
+    """Return the ends of the axis: every interval, every seed and every line are within."""
+    places = [0.0, *(-half_gain for half_gain in half_gains if half_gain is not None)]
+    for _, verdict, value in rows:
+        places += [value.low, value.high, -verdict.margin]
+        places += [run.estimate for run in value.runs.values] if value.runs else []
+    room = 0.08 * (max(places) - min(places))
+    return min(places) - room, max(places) + room
+
+
+def _shade_words(axes, y: int, lost: float, margin: float, ends: tuple[float, float]) -> None:
+    """Shade what a gain survival means: the gain is lost left of `lost`, survives right of `margin`, or is reduced."""
+    left, right = ends
+    regions = {"lost": (left, lost), "reduced": (lost, margin), "survives": (max(lost, margin), right)}
+    for word, (begin, end) in regions.items():
+        if begin < end:
+            axes.fill_betweenx([y - 0.5, y + 0.5], begin, end, color=VERDICTS[word], alpha=0.1, lw=0)
+    axes.plot([lost] * 2, [y - 0.5, y + 0.5], color=RED, lw=1.6, ls=":")
+    axes.plot([margin] * 2, [y - 0.5, y + 0.5], color=GREEN, lw=1.4, ls=(0, (4, 2)))
+
+
+def _name_lines(axes, lost: float, margin: float) -> None:
+    """Name the two lines above the panel, each on the side that faces away from the other."""
+    sides = ("right", "left") if lost < margin else ("left", "right")
+    lines = (("half of the gain is lost", lost, RED), ("−margin", margin, GREEN))
+    for (text, place, colour), side in zip(lines, sides, strict=True):
+        beside = {"textcoords": "offset points", "ha": side, "size": 9.5, "color": colour}
+        axes.annotate(text, (place, -0.5), (-3 if side == "right" else 3, 3), **beside)
 
 
 def _survival_title(rows: Sequence[tuple], several: bool) -> str:
@@ -106,9 +134,10 @@ def _survival_title(rows: Sequence[tuple], several: bool) -> str:
 def _survival_note(comparison: Comparison) -> str:
     pairing = "paired" if comparison.paired else "independent cells"
     note = (
-        f"n = {comparison.n} questions, {pairing}. Thin: 95 % interval. Thick: between the one-sided 95 % bounds."
-        "\nThick bar right of −margin (dashed): the gain survives. Left of 0: it is reduced. Left of −half the gain"
-        "\n(dotted, shaded): it is lost. Right: verdict, share of the gain that is kept, gain survival."
+        f"n = {comparison.n} questions, {pairing}. Thin bar: 95 % interval. Thick bar: between the one-sided 95 % "
+        "bounds; it decides:\nwholly left of the dotted line, the gain is lost; wholly right of the dashed line, it "
+        "survives; else wholly left of 0, it is reduced;\nelse the study is inconclusive. Both lines are estimates; "
+        "the verdict includes their error. Right: share of the gain kept, gain survival."
     )
     if len(comparison.runs) > 1:
         note += f"\nMean of {len(comparison.runs)} seeds, intervals include the spread between seeds. Ticks: each seed."
@@ -118,12 +147,13 @@ def _survival_note(comparison: Comparison) -> str:
 def _forest_row(axes, y: int, verdict: Verdict, value: Estimate) -> None:
     colour = VERDICTS[verdict.verdict]
     axes.plot([value.low, value.high], [y, y], color=colour, lw=2.2, solid_capstyle="butt")
-    axes.plot([value.lower, value.upper], [y, y], color=colour, lw=6, solid_capstyle="butt")
-    axes.plot(value.estimate, y, "o", ms=9, color="white", mec=colour, mew=2.4)
+    axes.plot([value.lower, value.upper], [y, y], color=colour, lw=7, solid_capstyle="butt")
+    axes.plot(value.estimate, y, MARKERS[verdict.verdict], ms=6, color="white", mec=colour, mew=1.8)
     _draw_runs(axes, y, value)
+    word = "lost, all of it" if verdict.all_lost else verdict.verdict
     kept = f": {percent_interval(verdict.kept)} kept" if verdict.kept else ""
     style = {"va": "center", "color": INK, "size": 10, "annotation_clip": False}
-    axes.annotate(f"{verdict.verdict}{kept}\n{interval(value)}", (1.02, y), xycoords=("axes fraction", "data"), **style)
+    axes.annotate(f"{word}{kept}\n{interval(value)}", (1.02, y), xycoords=("axes fraction", "data"), **style)
 
 
 def methods(measured: Methods, title: str, path: str | Path) -> None:

@@ -36,7 +36,7 @@ def sizes(measured: Sizes, title: str, path: str | Path) -> None:
     axes.minorticks_off()
     axes.margins(x=0.12)
     axes.set_xlabel("parameters")
-    axes.set_ylabel("loss of accuracy against full precision")
+    axes.set_ylabel("loss of accuracy against full precision, in points")
     axes.legend(**LEGEND, ncols=3, fontsize=9)
     note = f"n = {measured.n} held-out questions, paired. Bars: 95 % intervals over {measured.over}."
     finish(figure, title, note, path)

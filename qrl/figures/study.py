@@ -8,12 +8,12 @@ from typing import Any
 import pandas as pd
 
 from qrl.figures import cards, interactive, page, rewards
-from qrl.figures.canvas import BLUE, GREEN, INK, RED
-from qrl.figures.cards import Gate, Row
-from qrl.figures.comparison import VERDICTS
+from qrl.figures.canvas import BLUE
+from qrl.figures.cards import Gate
+from qrl.figures.forest import forest
 from qrl.figures.heatmaps import movement_note
 from qrl.figures.page import Section, axis, laid, numbers
-from qrl.names import FULL, scheme
+from qrl.names import scheme
 
 HOW_TO_READ = (
     "Square brackets and bars are 95 % intervals. Accuracy is the share of held-out questions answered correctly. "
@@ -21,8 +21,13 @@ HOW_TO_READ = (
     "quantization scheme minus the gain at full precision: 0 means that no gain is lost. Gain kept is their ratio. "
     "The verdict is the first of these that is shown by one-sided 95 % bounds. Lost: more than half of the gain is "
     "lost. Survives: gain survival is above minus the margin, and there is a gain under the scheme. Reduced: gain "
-    "survival is below 0. Inconclusive: none of these. Accuracy kept is the accuracy under the scheme divided by that "
-    "at full precision."
+    "survival is below 0. Inconclusive: none of these. Without a setting the margin is a tenth of the gain, at least "
+    "0.01. Accuracy kept is the accuracy under the scheme divided by that at full precision. A model with a higher "
+    "accuracy has more points to lose, so compare the trained model and the base on both scales."
+)
+OLDER = (
+    "The table behind this page is of an older version. There the margin was half of the gain, lost meant that the "
+    "loss is larger than the margin, and reduced did not exist: run compare again for the present verdicts."
 )
 CHANGED = (
     "Answers that quantization turned wrong or right, beside those at full precision; some of each, "
@@ -60,10 +65,10 @@ def report(study: Study, path: str | Path) -> None:
     sections = [Section("Verdicts", "", [cards.verdicts(quantized, study.sizes)])]
     if study.notes:
         sections.append(Section("What the answers rest on", "", [page.html("notes", items=study.notes)]))
-    cells = [cards.cells_table(table, rows, study.sizes), _forest(quantized, _half_gain(table))]
+    cells = [cards.cells_table(table, rows, study.sizes), forest(quantized, table)]
     sections.append(Section("Cells", "", cells))
     if on_scales := cards.scales_table(quantized):
-        sections.append(Section("Does quantization cost the trained model more than the base?", "", [on_scales]))
+        sections.append(Section(cards.scales_question(quantized), "", [on_scales]))
     if answers := cards.answers_table(table, rows):
         sections.append(Section("Answers", "", [answers]))
     if len(study.changed):
@@ -77,7 +82,9 @@ def report(study: Study, path: str | Path) -> None:
         parts = interactive.sections(study.weights, study.stored, study.behaviour)
         sections += [part._replace(folded=True) for part in parts]
     note = f"{movement_note(study.weights)} {interactive.READ}" if len(study.weights) else interactive.READ
-    foot = page.html("study_foot", how_to_read=HOW_TO_READ, note=note)
+    older = any("headline" not in row.entry for row in quantized)
+    how_to_read = f"{HOW_TO_READ} {OLDER}" if older else HOW_TO_READ
+    foot = page.html("study_foot", how_to_read=how_to_read, note=note)
     page.write(f"qrl: {cards.headline(table)}", cards.heading(table, study.facts), sections, path, foot)
 
 
@@ -90,41 +97,6 @@ def _matrix(table: Mapping[str, Any]) -> dict:
     n = min(cell["n"] for by_variant in cells.values() for cell in by_variant.values())
     axes = {"xaxis": {"type": "category"}, "yaxis": axis("accuracy"), "scattermode": "group"}
     return laid(drawn, f"Accuracy with its 95 % interval; n = {n:,} questions per cell", 420, **axes)
-
-
-def _half_gain(table: Mapping[str, Any]) -> float:
-    """Return half the gain at full precision, at least 0; 0 where the table has no full precision."""
-    return max(0.0, table[FULL]["delta"]["estimate"]) / 2 if FULL in table else 0.0
-
-
-def _forest(rows: list[Row], half_gain: float) -> dict | None:
-    """Return gain survival of every quantized row, with the margin, and half the gain of the first trained variant."""
-    if not rows:
-        return None
-    zero = {"type": "line", "x0": 0, "x1": 0, "y0": 0, "y1": 1, "yref": "paper", "line": {"color": INK, "width": 1}}
-    drawn, shapes, notes = [], [zero], []
-    if half_gain:
-        lost = zero | {"x0": -half_gain, "x1": -half_gain, "line": {"color": RED, "width": 2, "dash": "dot"}}
-        shapes.append(lost)
-    for number, row in enumerate(rows):
-        value, verdict, margin = row.entry["gain_survival"], row.entry["verdict"], row.entry["margin"]
-        text = f"{row.entry.get('headline') or verdict}; gain survival {cards.interval(value)}"
-        ends = [(value["estimate"], value["low"], value["high"])]
-        dot = {"type": "scatter", "mode": "markers", "x": [value["estimate"]], "y": [row.name], "text": [text]}
-        dot |= {"showlegend": False, "marker": {"color": VERDICTS.get(verdict, INK), "size": 12}}
-        dot["error_x"] = interactive.reach(ends, 3)
-        drawn.append(dot | {"hovertemplate": f"{row.name}: {text}, margin {margin:.3f}<extra></extra>"})
-        line = {"type": "line", "x0": -margin, "x1": -margin, "y0": number - 0.5, "y1": number + 0.5}
-        shapes.append(line | {"line": {"color": GREEN, "width": 2, "dash": "dash"}})
-        place = {"xref": "paper", "x": 0.02, "xanchor": "left", "y": row.name, "yshift": 20, "showarrow": False}
-        notes.append(place | {"text": f"<b>{row.name}</b>: {text}"})
-    title = "Gain survival with its 95 % interval. Dashed: minus the margin. Dotted: minus half the gain"
-    axes = {
-        "yaxis": {"type": "category", "autorange": "reversed", "showticklabels": False},
-        "xaxis": axis("gain survival (accuracy)", nticks=6),
-        "margin": {"l": 15, "r": 15, "t": 20, "b": 50},
-    }
-    return laid(drawn, title, 120 + 80 * len(rows), shapes=shapes, annotations=notes, **axes)
 
 
 def _training(history: pd.DataFrame) -> list[Section]:

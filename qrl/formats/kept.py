@@ -37,7 +37,7 @@ class Kept:
         if not self.share < HALF:
             return ""
         lost = f"Storing in {names.short(self.stored_in)} rounds {percent(1 - self.share)} of the update away"
-        follows = "what is evaluated and quantized is close to the base, and more questions show no more of a gain"
+        follows = "if the trained variant answers like the base, this is why, and more questions do not help"
         storing = f"store in fp32 ({remedy}, and evaluate.dtype=fp32 where a GPU answers)"
         return f"{lost}: {follows}. To keep it, {storing}, or train longer or at a higher rate."
 

@@ -8,7 +8,7 @@ import json
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import JsonValue, field_validator
+from pydantic import JsonValue, ValidationInfo, field_validator
 
 from qrl import names as known
 from qrl.recipe.base import JUDGES, NO_KEY, Count, Limit, NoKey, NotInKey, Section, Selection, once, one_of, option
@@ -148,8 +148,13 @@ class Promote(Section):
 
     @field_validator("stages")
     @classmethod
-    def _fit_together(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    def _fit_together(cls, stages: tuple[Stage, ...], info: ValidationInfo) -> tuple[Stage, ...]:
         completed(stages)
+        asks_for_share = info.data.get("min_gain_kept") is not None
+        if stages and asks_for_share and not any(stage.can_keep_a_gain for stage in stages):
+            raise ValueError(
+                "must hold a trained model that is quantized, such as awq=grpo:awq, since promote.min_gain_kept is set"
+            )
         return stages
 
     @property

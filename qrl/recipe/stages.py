@@ -24,7 +24,7 @@ class Stage(Section):
     loss_to: str | None = option(None, "earlier stage to lose less than max_loss to; default: made_from, if quantized")
     min_gain: float | None = option(None, "default: promote.min_gain", ge=-1, lt=1)
     max_loss: float | None = option(None, "default: promote.max_loss", gt=0, le=1)
-    min_gain_kept: float | None = option(None, "default: promote.min_gain_kept, if quantized", gt=0, le=1)
+    min_gain_kept: float | None = option(None, "default: promote.min_gain_kept, if trained and quantized", gt=0, le=1)
     mlflow: Literal["None", "Staging", "Production"] | None = option(
         None, "MLflow's stage; default: Production for the last, Staging for the one before it, None for the others"
     )
@@ -62,6 +62,11 @@ class Stage(Section):
         """How its weights are stored."""
         return self.cell.partition(":")[2]
 
+    @property
+    def can_keep_a_gain(self) -> bool:
+        """Whether it holds a trained model that is quantized, so that a share of the gain is kept."""
+        return self.scheme != names.FULL and self.cell.partition(":")[0] != names.BASE
+
     def __str__(self) -> str:
         given = self.model_dump(exclude_none=True, exclude={"stage", "cell"}).items()
         return ";".join([f"{self.stage}={self.cell}", *(f"{key}={value}" for key, value in given)])
@@ -85,6 +90,10 @@ def completed(stages: Sequence[Stage]) -> tuple[Stage, ...]:
         given = [stage.made_from, stage.gain_over, stage.loss_to]
         if unknown := [other for other in given if other and other not in before]:
             raise ValueError(f"must name earlier stages, but {stage.stage} names {unknown[0]}")
+        if stage.min_gain_kept is not None and not stage.can_keep_a_gain:
+            raise ValueError(
+                f"must set min_gain_kept at trained models that are quantized alone, but {stage.stage} is {stage.cell}"
+            )
         filled: dict[str, str | None] = {}
         if done:
             filled["made_from"] = stage.made_from or before[-1]

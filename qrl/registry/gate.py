@@ -37,6 +37,15 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class GainKept:
+    """The share of the gain that a quantized candidate keeps, and how it is judged."""
+
+    share: Estimate | None  # None if no gain is shown at full precision, or if cells are missing
+    least: float  # the lower bound may not be below
+    missing: tuple[str, ...] = ()  # cells without which the share is unknown
+
+
+@dataclass(frozen=True)
 class Decision:
     """Whether a version earns a stage.
 
@@ -64,8 +73,7 @@ def decide(
     differences: Sequence[Comparison] = (),
     growth: Estimate | None = None,
     max_growth: float | None = None,
-    kept: Estimate | None = None,
-    min_kept: float | None = None,
+    gain_kept: GainKept | None = None,
     min_n: int = 1,
 ) -> Decision:
     """Decide on a stage: by cell, health, digest and lineage, by task, and by every difference that the stage asks for.
@@ -80,8 +88,7 @@ def decide(
         differences: as the stage asks for; without them, only another task can have kept them from being computed.
         growth: relative change of tokens per answer against the version at `stage.made_from`.
         max_growth: `promote.max_length_growth`; None sets no limit.
-        kept: the share of the gain that is kept; None if no gain is shown at full precision.
-        min_kept: the least share that the stage asks for; None asks for none.
+        gain_kept: as the stage asks for; None asks for nothing.
         min_n: `promote.min_n`, the least number of questions.
     """
     checks = [_cell(stage, cell), _health(cell), _digest(cell.digest, version_digest)]
@@ -93,7 +100,7 @@ def decide(
         raise ValueError(f"Stage {stage.stage} needs a difference to each stage that it is compared with.")
     checks += [*others, *map(_bound, differences)]
     checks += [_length(stage.made_from, growth, max_growth)] if stage.made_from and max_growth is not None else []
-    checks += [_kept(kept, min_kept)] if min_kept is not None else []
+    checks += [_kept(gain_kept)] if gain_kept else []
     facts = {key: value for _, _, compared in checks for key, value in compared.items()}
     reasons = tuple(reason for _, reason, _ in sorted(checks, key=lambda check: check[0]))  # failed ones first
     return Decision(stage.stage, all(passed for passed, _, _ in checks), reasons, facts)
@@ -164,17 +171,22 @@ def _bound(compared: Comparison) -> _Check:
     return passed, reason, {**facts, "n": float(value.n), "limit": limit}
 
 
-def _kept(share: Estimate | None, least: float) -> _Check:
+def _kept(kept: GainKept) -> _Check:
     """Check the share of the gain that is kept; where no gain is shown at full precision, no share of it is."""
+    asked = f"at least {100 * kept.least:g} % of the gain must be kept"
+    facts: dict[str, float | str] = {"min_gain_kept": kept.least}
+    if kept.missing:
+        without = f"on its questions there is no sealed evaluation of {', '.join(kept.missing)}"
+        return False, f"{asked.capitalize()}, but {without}: evaluate base and trained model together.", facts
+    share = kept.share
     if share is None:
-        return False, "No gain is shown at full precision, but promote.min_gain_kept asks for a share of it.", {}
-    passed = share.low >= least
-    where = f"{'not below' if passed else 'below'} {100 * least:g} %"
-    reason = (
-        f"It keeps {percent_interval(share)} of the gain on n = {share.n} questions; the lower 95 % bound is {where}."
-    )
-    facts = {"gain_kept": share.estimate, "gain_kept_low": share.low, "gain_kept_high": share.high}
-    return passed, reason, {**facts, "min_gain_kept": least}
+        return False, f"{asked.capitalize()}, but no gain is shown at full precision.", facts
+    passed = share.low >= kept.least
+    where = f"{'not below' if passed else 'below'} {100 * kept.least:g} %"
+    kept_share = f"It keeps {percent_interval(share)} of the gain on n = {share.n} questions"
+    reason = f"{kept_share}; the lower 95 % bound is {where}."
+    facts |= {"gain_kept": share.estimate, "gain_kept_low": share.low, "gain_kept_high": share.high}
+    return passed, reason, facts
 
 
 def _length(before: str, value: Estimate | None, limit: float) -> _Check:

@@ -17,7 +17,7 @@ from qrl.compare import notes, ranking, sizes
 from qrl.errors import BadInput, VerdictFailed
 from qrl.files import tables
 from qrl.recipe import Recipe
-from qrl.stats.text import interval
+from qrl.stats.text import interval, percent_interval
 from qrl.workspace import workspace, written
 
 if TYPE_CHECKING:
@@ -154,11 +154,12 @@ def check_verdicts(comparison: room.Comparison, failing: Sequence[str]) -> None:
         return
     if not (judged := comparison.judged()):
         raise VerdictFailed("--fail-on reads verdicts, but no scheme is quantized: give the cells of one that is.")
-    failed = [
-        f"{names.cell_name(row.variant, row.scheme)} is {verdict.verdict} (gain survival {interval(survival)})"
-        for row, verdict, survival in judged
-        if verdict.verdict in failing
-    ]
+    failed = []
+    for row, verdict, survival in judged:
+        if verdict.verdict in failing:
+            kept = f", {percent_interval(verdict.kept)} of the gain is kept" if verdict.kept else ""
+            shown = f"gain survival {interval(survival)}{kept}"
+            failed.append(f"{names.cell_name(row.variant, row.scheme)} is {verdict.verdict} ({shown})")
     if failed:
         raise VerdictFailed(f"--fail-on {','.join(failing)}: {'; '.join(failed)}.")
 

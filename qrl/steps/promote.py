@@ -4,7 +4,7 @@ What a cell is, its run says: the base model, the task, the data and the seed. O
 """
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import click
 import pandas as pd
 
 from qrl import checkpoint, compare, names, registry, source, stats, tasks
+from qrl.compare.comparison import share_of_gain
 from qrl.compare.validate import check_compatible
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.evaluate import scores
@@ -224,9 +225,10 @@ def _decide(
         checks["differences"] = _differences(recipe, stage, candidate, others)
         if max_growth is not None:
             checks |= {"max_growth": max_growth, "growth": _changes(candidate, others[stage.made_from])[1]}
-        min_kept = recipe.promote.min_gain_kept if stage.min_gain_kept is None else stage.min_gain_kept
-        if min_kept is not None and stage.scheme != names.FULL:
-            checks |= {"min_kept": min_kept, "kept": _gain_kept(candidate, past)}
+        least_kept = recipe.promote.min_gain_kept if stage.min_gain_kept is None else stage.min_gain_kept
+        is_own_cell = f"{candidate.variant}:{candidate.scheme}" == stage.cell  # another one is refused anyway
+        if least_kept is not None and stage.can_keep_a_gain and is_own_cell:
+            checks["gain_kept"] = _gain_kept(candidate, least_kept)
     made = {"parent": _made_from(candidate, before), "before_digest": before.digest, "min_n": least}
     return gate.decide(stage, candidate, digest, **made, **checks)
 
@@ -249,33 +251,45 @@ def _differences(
     return found
 
 
-def _gain_kept(candidate: Evaluated, past: History) -> stats.Estimate | None:
-    """Return the share of the gain that a quantized candidate keeps; None if no gain is shown at full precision.
+def _gain_kept(candidate: Evaluated, least: float) -> gate.GainKept:
+    """Return the share of the gain that a quantized candidate keeps, and the cells that are missing to compute it.
 
-    The share needs four cells. They are those of the candidate's own `evaluate` step, or the ones with which versions
-    earned the model's stages.
-
-    Raises:
-        GateRefused: a cell was not evaluated, or not in health.
+    The share needs four cells that answered the same questions: the base and the trained variant, at full precision and
+    under the candidate's scheme. Evaluations of the weights that the candidate was made from count, those of its own
+    `evaluate` step first: a study that reuses cells has them in several.
     """
-    cells_at_hand = {f"{candidate.variant}:{candidate.scheme}": candidate}
-    for earned in past.state.at:
-        with contextlib.suppress(QrlError):  # a stage without an evaluation is no cell
-            cell = _evaluation(registry.resolve(past.name, earned, past), earned)
-            cells_at_hand.setdefault(f"{cell.variant}:{cell.scheme}", cell)
-    cells_at_hand = cells.beside(candidate) | cells_at_hand
-    needed = [
-        f"{variant}:{scheme}"
-        for variant in (names.BASE, candidate.variant)
-        for scheme in (names.FULL, candidate.scheme)
+    line = [ancestor.digest for ancestor in lineage.line(candidate.model)]
+    base = line[-1] if line else ""
+
+    def is_trained(cell: Evaluated) -> bool:
+        return cell.digest in line
+
+    def is_base(cell: Evaluated) -> bool:
+        return base in (cell.digest, cell.parent)
+
+    found = {
+        f"{names.BASE}:{names.FULL}": _beside(candidate, names.BASE, names.FULL, is_base),
+        f"{candidate.variant}:{names.FULL}": _beside(candidate, candidate.variant, names.FULL, is_trained),
+        f"{names.BASE}:{candidate.scheme}": _beside(candidate, names.BASE, candidate.scheme, is_base),
+    }
+    missing = tuple(name for name, cell in found.items() if cell is None)
+    if missing:
+        return gate.GainKept(None, least, missing)
+    frame = cells.rows([candidate.run_id, *(cell.run_id for cell in found.values() if cell)])
+    evidence = compare.from_questions(frame).evidence
+    return gate.GainKept(share_of_gain(evidence, candidate.variant, candidate.scheme).kept, least)
+
+
+def _beside(
+    candidate: Evaluated, variant: str, scheme: str, has_right_weights: Callable[[Evaluated], bool]
+) -> Evaluated | None:
+    """Return another cell's evaluation on the candidate's questions; of its own `evaluate` step if that has one."""
+    fitting = [
+        cell
+        for cell in cells.sealed(variant, scheme)
+        if (cell.task, cell.questions) == (candidate.task, candidate.questions) and has_right_weights(cell)
     ]
-    if missing := [name for name in needed if name not in cells_at_hand]:
-        raise GateRefused(
-            f"promote.min_gain_kept needs the cells {', '.join(needed)}, but {', '.join(missing)} has no healthy "
-            "evaluation beside the candidate's: evaluate all four in one `evaluate`, and promote that run's cell."
-        )
-    frame = cells.rows([cells_at_hand[name].run_id for name in needed])
-    return compare.from_questions(frame).row(candidate.scheme, candidate.variant).gain_kept
+    return next((cell for cell in fitting if cell.step == candidate.step), fitting[0] if fitting else None)
 
 
 def _signed(decision: gate.Decision, version: versions.Version, signer: Any, public: str) -> gate.Decision:

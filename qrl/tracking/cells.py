@@ -1,7 +1,7 @@
 """Evaluated cells, read back from their runs: what a gate and a comparison look at."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,14 +87,15 @@ def read(run_id: str) -> Evaluated:
     )
 
 
-def beside(cell: Evaluated) -> dict[str, Evaluated]:
-    """Return the cells that ended in health in the same `evaluate` step, by `variant:scheme`."""
-    if not cell.step:
-        return {}
-    found = store.running(f" and tags.`{runs.PARENT}` = '{cell.step}'", status="FINISHED")
-    evaluated = [run.info.run_id for run in found if names.ACCURACY in run.data.metrics]
-    others = map(read, evaluated)
-    return {f"{other.variant}:{other.scheme}": other for other in others}
+def sealed(variant: str, scheme: str) -> Iterator[Evaluated]:
+    """Yield every finished evaluation of a cell in the store whose rows were sealed, the newest first."""
+    of_variant = f" and tags.`{names.TAG_STEP}` = 'evaluate' and tags.`{names.TAG_VARIANT}` = '{variant}'"
+    for run in store.running(of_variant, status="FINISHED"):
+        is_cell = names.ACCURACY in run.data.metrics and names.TAG_DIGEST in run.data.tags
+        if is_cell and names.scheme(run.data.tags.get(names.TAG_SCHEME, "")) == scheme:
+            cell = read(run.info.run_id)
+            if cell.rows:
+                yield cell
 
 
 def files(run_ids: Sequence[str]) -> list[Path]:

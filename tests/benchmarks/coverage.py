@@ -3,7 +3,7 @@
     python tests/benchmarks/coverage.py                  # the tables; exit code 1 if a bound is broken
     python tests/benchmarks/coverage.py --studies 1000   # faster
     python tests/benchmarks/coverage.py --only cluster   # rows whose name contains a text
-    python tests/benchmarks/coverage.py --write          # puts the tables into qrl/stats/README.md
+    python tests/benchmarks/coverage.py --write          # puts the tables into results/coverage.md
 
 `regimes.py` has the rows. Bounds, each with a tolerance of three Monte Carlo errors: 95 % intervals cover in 95 % of
 studies (or more, where few answers change, over clusters and runs, and at small n); an interval of a share, which is
@@ -43,7 +43,7 @@ LOSS = (0, -1, 0, 1)  # trained: quantized − full precision
 INTERVALS = ("gain", "delta", "survival", "kept", "accuracy", "ratio", "log-odds")
 SHARES = ("kept", "accuracy")  # defined only where the whole is shown to be above 0
 EXACT = ("gain", "delta", "survival")  # cover no more than they promise either, unless they are conservative by design
-README = Path(__file__).parents[2] / "qrl" / "stats" / "README.md"
+PAGE = Path(__file__).parent / "results" / "coverage.md"
 BLOCK = re.compile(r"```\n[\d,]+ studies a row.*?```", re.DOTALL)
 
 
@@ -266,10 +266,10 @@ def main() -> None:
     parser.add_argument("--studies", type=int, default=10_000, help="of each row")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose name contains it")
-    parser.add_argument("--write", action="store_true", help="put the tables into qrl/stats/README.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into results/coverage.md")
     options = parser.parse_args()
     if options.write and options.only:
-        parser.error("--write puts whole tables into the README: leave --only out")
+        parser.error("--write replaces the page's tables whole: leave --only out")
     chosen = {place: study for place, study in enumerate(rows()) if options.only in study.name}
     if not chosen:
         parser.error(f"no row's name contains {options.only!r}")
@@ -282,8 +282,8 @@ def main() -> None:
     text += f"; {seconds:.0f} s, {options.processes} processes on {platform.machine()}.\n"
     print(text)
     if options.write:
-        page = README.read_text(encoding="utf-8")
-        README.write_text(BLOCK.sub(lambda _: f"```\n{text}```", page, count=1), encoding="utf-8")
+        page = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(BLOCK.sub(lambda _: f"```\n{text}```", page, count=1), encoding="utf-8")
     sys.exit(bool(failed))
 
 

@@ -27,7 +27,7 @@ Weights = tuple[float, float, float, float]
 GAIN: Weights = (-1, 1, 0, 0)
 GAIN_Q: Weights = (0, 0, -1, 1)
 SURVIVAL: Weights = (1, -1, -1, 1)
-ENOUGH_QUESTIONS = 100  # below this, intervals of independent questions may cover more than they promise
+ENOUGH_QUESTIONS = 200  # below this, intervals of independent questions may cover more than they promise
 FRAGILE = 0.5  # chance that a fragile answer breaks in a run: some breaks are shared by runs, some are not
 CONCENTRATION = 32  # of the beta distribution of a cluster's share of broken answers, as in 20 templates of 50
 _SPAN = 8.0  # standard deviations over which probabilities are integrated
@@ -286,9 +286,9 @@ def _one_run() -> list[Study]:
 
 def _few_changes() -> list[Study]:
     one_way = {"one_way": True, "few": True}
-    tenth = (0.60, 0.80, 0.60, 0.78)
+    tenth, none = (0.60, 0.80, 0.60, 0.78), (0.60, 0.80, 0.60, 0.80)
     return [
-        Study("gain 0.20, none lost, 1 answer in 70 changes", (0.6, 0.8, 0.6, 0.8), 500, None, False, 0.2, 0.798, True),
+        Study("gain 0.20, none lost, 1 answer in 70 changes", none, 500, question=0.2, variant=0.798, few=True),
         Study("one way, gain 0.20, a tenth lost", tenth, 100, **one_way),
         Study("one way, gain 0.20, a tenth lost", tenth, 300, **one_way),
         Study("one way, gain 0.20, a tenth lost", tenth, 1000, **one_way),

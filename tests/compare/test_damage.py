@@ -37,10 +37,32 @@ def test_losses_and_their_differences_are_paired_contrasts():
     assert found["grpo"].excess is None and found["grpo"].p_holm is None
     assert found["base"].excess.low > 0 and found["sft"].excess.low > 0  # 0.20 was lost, against 0.05 and 0.05
     says = damage.findings(found.values())
-    assert len(says) == 2 and all(each.startswith("Under nf4 grpo loses more than") for each in says)
+    assert len(says) == 2 and all(
+        each.startswith("Under nf4: the scales agree. It costs grpo more than") for each in says
+    )
     text = ranking.markdown(ranking.measure(rows))
     assert "## Does RL change how cleanly the model quantizes?" in text and "| nf4 | grpo |" in text
     assert ranking.metrics(ranking.measure(rows))["damage/base_nf4_low"] == found["base"].excess.low
+
+
+def test_where_the_scales_disagree_no_sentence_names_one_alone():
+    """In points grpo loses 0.20 and the base 0.15; of its accuracy grpo keeps 75 %, the base 25 %."""
+    cells = {("base", "full"): 0.2, ("base", "nf4"): 0.05, ("grpo", "full"): 0.8, ("grpo", "nf4"): 0.6}
+    cells |= {("sft", "full"): 0.8, ("sft", "nf4"): 0.6}
+    measured = ranking.measure(frame(cells))
+    grpo, base, sft = measured.damages
+    assert base.excess.low > 0 and base.scales.ratio.low > 1 and base.scales.agree is False
+    assert base.scales.kept["base"].estimate == pytest.approx(0.25, abs=0.03)
+    about_base, about_sft = damage.findings(measured.damages)
+    assert about_base.startswith("Under nf4: the scales disagree. It costs grpo more than base on one scale (−0.0")
+    assert "less on another (" in about_base and "neither alone answers the question" in about_base
+    assert about_sft == "On no scale is a difference shown between grpo and sft under nf4."
+    written = damage.as_json(measured.damages)
+    assert written[0]["accuracy_kept_ratio"] is None and written[1]["scales_agree"] is False
+    assert [row["accuracy_kept"]["estimate"] for row in written] == pytest.approx([0.75, 0.25, 0.75], abs=0.03)
+    assert sft.scales.agree is None and grpo.scales is None
+    rows = [line for line in damage.markdown(measured.damages) if line.startswith("| nf4 |")]
+    assert rows[0].endswith("| reference | reference |") and all(row.count(" % [") == 1 for row in rows)
 
 
 def test_equal_losses_are_not_told_apart_more_often_than_the_level_says():

@@ -296,6 +296,9 @@ def test_fail_on_gives_exit_code_3_and_names_the_scheme(tmp_path, capsys, monkey
     assert code == 3 and "grpo · awq is lost (gain survival −0.150 [" in text and "nf4" not in text
     assert json.loads((out / "table.json").read_text())["awq"]["verdict"] == "lost"
     assert command(capsys, "--counts", str(counts), "--out", str(out), "--fail-on", "inconclusive")[0] == 0
+    counts.write_text(json.dumps({"n": 20000, "base": dict.fromkeys(cells, 8000), "grpo": cells | {"awq": 11000}}))
+    code, text = command(capsys, "--counts", str(counts), "--out", str(out), "--fail-on", "reduced")
+    assert code == 3 and "grpo · awq is reduced (gain survival −0.050 [" in text and "75 % [" in text
     words = ["--logs", named(HARNESS), "--filter", "strict-match", "--out", str(out)]
     code, text = command(capsys, *words, "--fail-on", "inconclusive")
     assert code == 3 and "grpo · nf4 is inconclusive" in text

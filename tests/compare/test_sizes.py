@@ -64,7 +64,7 @@ def test_two_models_give_the_difference_per_decade_and_one_size_gives_no_trend()
 def test_without_a_slope_it_cannot_be_told_and_a_falling_loss_shrinks():
     found = sizes.measure(answers((0.05, 0.05, 0.05)), PARAMETERS)
     assert found.methods[1].answer == "cannot tell"
-    assert sizes.findings(found) == ["Whether the loss grows with size cannot be told for grpo · nf4."]
+    assert sizes.findings(found) == ["Whether the loss in points grows with size cannot be told for grpo · nf4."]
     assert sizes.measure(answers((0.3, 0.1, 0.02)), PARAMETERS).methods[1].answer == "shrinks"
 
 

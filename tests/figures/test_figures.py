@@ -246,6 +246,121 @@ def test_the_headline_states_the_verdicts(tmp_path, counts, parts):
     assert all(part in title for part in parts)
 
 
+FOUR_WORDS = {
+    "n": 10000,
+    "base": {"full": 4000, "int8": 4000, "nf4": 3900, "awq": 3700, "gptq": 3900, "gptq-int3": 300},
+    "grpo": {"full": 6000, "int8": 6000, "nf4": 5300, "awq": 4300, "gptq": 3900, "gptq-int3": 2200},
+}
+
+
+def written_table(tmp_path, counts=FOUR_WORDS):
+    """Return table.json of counts."""
+    steps_compare.write(compare.from_counts(counts), tmp_path / "made")
+    return json.loads((tmp_path / "made" / "table.json").read_text())
+
+
+def test_the_page_says_what_happened_to_the_gain_in_four_words_on_two_scales(tmp_path):
+    table = written_table(tmp_path)
+    words = {scheme: entry["verdict"] for scheme, entry in table.items() if entry["verdict"]}
+    assert words == {"int8": "survives", "nf4": "reduced", "awq": "lost", "gptq": "lost", "gptq-int3": "inconclusive"}
+    figures.report(figures.Study(table), tmp_path / "report.html")
+    text = unpacked(tmp_path / "report.html")[1]
+    by_scheme = {part.partition("</span>")[0]: part for part in text.split("<h3><span>")[1:]}
+    for scheme, meaning in (
+        ("int8", "keeps what training gave"),
+        ("nf4", "costs a part of the gain"),
+        ("nf4", "More than half of the gain is shown to be kept"),
+        ("awq", "costs more than half of the gain"),
+        ("gptq", "costs all of the gain"),
+        ("gptq", '<span class="verdict">lost, all of it</span>'),
+        ("gptq-int3", "cannot decide"),
+        ("gptq-int3", "Remark: base · gptq-int3 is at the floor"),
+    ):
+        assert meaning in by_scheme[scheme], scheme
+    assert '<p class="number">70 % <small>[' in by_scheme["nf4"] and "gain survival −0.060 [" in by_scheme["nf4"]
+    assert "<th>gain kept</th>" in text and ">Does quantization cost grpo more than base?</h2>" in text
+    assert table["awq"]["scales"] in text and "<td>92 % [" in text  # of the base's accuracy, 3,700 of 4,000
+
+
+def test_the_forest_on_the_page_shows_the_bounds_that_decide(tmp_path):
+    table = written_table(tmp_path, FOUR_WORDS | {"mine": FOUR_WORDS["base"]})
+    figures.report(figures.Study(table), tmp_path / "report.html")
+    forest = unpacked(tmp_path / "report.html")[0]["figure0"]
+    thick = {trace["y"][0]: trace["x"] for trace in forest["data"] if trace["mode"] == "lines"}
+    bounds = table["nf4"]["gain_survival_bounds"]
+    assert thick["grpo · nf4"] == bounds and len(thick) == 10
+    assert table["nf4"]["gain_survival"]["low"] < bounds[0] < bounds[1] < table["nf4"]["gain_survival"]["high"]
+    halves = [shape["x0"] for shape in forest["layout"]["shapes"] if shape["line"].get("dash") == "dot"]
+    assert halves == pytest.approx([-0.1] * 5)  # `mine` gains nothing that could be halved
+    assert any("reduced: 70 % [" in note["text"] for note in forest["layout"]["annotations"])
+
+
+def test_each_seeds_own_value_is_a_stroke(tmp_path):
+    draw = np.random.default_rng(0)
+    rates = {("base", "full"): 0.4, ("base", "nf4"): 0.4, ("grpo", "full"): 0.7, ("grpo", "nf4"): 0.5}
+    frame = pd.DataFrame(
+        [
+            (variant, scheme, seed, question, int(draw.random() < rate))
+            for (variant, scheme), rate in rates.items()
+            for seed in range(3)
+            for question in range(200)
+        ],
+        columns=["variant", "scheme", "seed", "question", "correct"],
+    )
+    steps_compare.write(compare.from_questions(frame), tmp_path)
+    table = json.loads((tmp_path / "table.json").read_text())
+    figures.report(figures.Study(table), tmp_path / "report.html")
+    drawn = unpacked(tmp_path / "report.html")[0]["figure0"]["data"]
+    strokes = next(trace for trace in drawn if trace.get("marker", {}).get("symbol") == "line-ns")
+    own = [seed["gain_survival"]["estimate"] for seed in table["nf4"]["per_seed"].values()]
+    assert strokes["x"] == own and len(own) == 3 and strokes["text"][2].startswith("seed 2: ")
+
+
+NEW_KEYS = ("headline", "gain_kept", "gain_survival_bounds", "remarks", "all_lost", "more_than_half_kept")
+NEW_KEYS += ("accuracy_kept", "accuracy_kept_ratio", "log_odds_difference", "scales_agree", "scales")
+
+
+def test_an_older_table_is_shown_with_its_own_meaning_of_lost(tmp_path):
+    table = written_table(tmp_path)
+    older = {name: {key: value for key, value in entry.items() if key not in NEW_KEYS} for name, entry in table.items()}
+    older["nf4"] |= {"verdict": "lost", "margin": 0.02}
+    figures.report(figures.Study(older), tmp_path / "older.html")
+    text = unpacked(tmp_path / "older.html")[1]
+    assert "costs more of the gain than the margin, 0.020" in text and "of an older version" in text
+    assert "Does quantization cost" not in text and "of the gain is kept" not in text
+    figures.report(figures.Study(table), tmp_path / "present.html")
+    assert "of an older version" not in unpacked(tmp_path / "present.html")[1]
+
+
+def drawn_survival(tmp_path, monkeypatch, counts):
+    """Return the panel of survival.png."""
+    drawn, finish = [], comparison.finish
+    monkeypatch.setattr(comparison, "finish", lambda figure, *rest: (finish(figure, *rest), drawn.append(figure)))
+    figures.survival(compare.from_counts(counts), tmp_path / "survival.png")
+    return drawn[0].axes[0]
+
+
+def test_the_forest_plot_shades_what_a_gain_survival_means(tmp_path, monkeypatch):
+    panel = drawn_survival(tmp_path, monkeypatch, FOUR_WORDS)
+    texts = [text.get_text() for text in panel.texts]
+    assert any(text.startswith("reduced: 70 % [") and "\n−0.060 [" in text for text in texts)
+    assert any(text.startswith("lost, all of it: 0 % [") for text in texts)
+    assert {"half of the gain is lost", "−margin"} <= set(texts)
+    lost, reduced, survives = (shade.get_paths()[0].get_extents() for shade in panel.collections[:3])
+    left, right = panel.get_xlim()
+    ends = [lost.x0, lost.x1, reduced.x0, reduced.x1, survives.x0, survives.x1]
+    assert ends == pytest.approx([left, -0.1, -0.1, -0.02, -0.02, right])
+    found = compare.from_counts(FOUR_WORDS).row("nf4").gain_survival
+    thick = [line.get_xdata() for line in panel.lines if line.get_linewidth() == 7]
+    assert [found.lower, found.upper] in [list(ends) for ends in thick]
+
+
+def test_where_no_gain_is_shown_there_is_no_line_at_half_of_it(tmp_path, monkeypatch):
+    counts = {"n": 100, "base": {"full": 50, "nf4": 50}, "grpo": {"full": 51, "nf4": 50}}
+    panel = drawn_survival(tmp_path, monkeypatch, counts)
+    assert not panel.collections and [text.get_text().partition("\n")[0] for text in panel.texts] == ["inconclusive"]
+
+
 def test_the_headline_counts_verdicts_of_several_variants(table):
     assert cards.headline(table).endswith("survives in 2, lost in 2")
 

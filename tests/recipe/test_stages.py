@@ -52,12 +52,31 @@ def test_stages_are_typed_written_and_logged_alike(tmp_path):
         ("base=base:full,a=grpo:full,b=grpo:full", "b=grpo:full repeats one"),
         ("base=base:full,a=grpo:full;max_loss=x", "max_loss' is 'x'"),
         ("base=base:full,a=grpo:full;colour=red", "not a key"),
+        ("base=base:full,a=grpo:nf4;min_gain_kept=0", "min_gain_kept' is '0', but must be greater than 0"),
+        ("base=base:full,a=grpo:nf4;min_gain_kept=1.1", "min_gain_kept' is '1.1', but must be less than or equal to 1"),
+        ("base=base:full,a=grpo:full;min_gain_kept=0.8", "quantized alone, but a is grpo:full"),
+        ("base=base:full,a=base:nf4;min_gain_kept=0.8", "quantized alone, but a is base:nf4"),
     ],
 )
 def test_what_cannot_be_a_stage_is_refused_in_a_sentence(text, says):
     with pytest.raises(BadInput, match=says) as error:
         recipe.load("tiny", {"promote.stages": text})
     assert "\n" not in str(error.value)
+
+
+def test_a_least_share_of_the_gain_is_asked_of_stages_that_can_keep_one():
+    assert recipe.load("tiny").promote.min_gain_kept is None
+    text = "base=base:full,int4=grpo:gptq;min_gain_kept=0.9"
+    typed = recipe.load("tiny", {"promote.min_gain_kept": "0.8", "promote.stages": text})
+    assert typed.flat()["promote.stages"] == text and typed.promote.declared[-1].min_gain_kept == 0.9
+    asked = [stage.can_keep_a_gain for stage in recipe.load("tiny", {"promote.min_gain_kept": "0.8"}).promote.declared]
+    assert asked == [False, False, True]
+    for share in ("0", "1.5"):
+        with pytest.raises(BadInput, match=r"promote.min_gain_kept' is '.*', but must be (greater|less) than"):
+            recipe.load("tiny", {"promote.min_gain_kept": share})
+    without = {"promote.min_gain_kept": "0.8", "promote.stages": "base=base:full,grpo=grpo:full"}
+    with pytest.raises(BadInput, match=r"promote.stages' is .* must hold a trained model that is quantized"):
+        recipe.load("tiny", without)
 
 
 def test_no_cache_key_depends_on_stages():

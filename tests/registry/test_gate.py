@@ -6,7 +6,7 @@ import math
 import pytest
 
 from qrl.recipe.stages import DEFAULT, Stage, completed
-from qrl.registry.gate import Comparison, decide
+from qrl.registry.gate import Comparison, GainKept, decide
 from qrl.stats import Estimate
 from qrl.tracking.cells import Evaluated
 
@@ -71,20 +71,6 @@ def test_the_loss_to_awq_decides(low, max_loss, passed):
     assert awq(low, max_loss=max_loss).passed is passed
 
 
-@pytest.mark.parametrize(("low", "passed"), [(0.8, True), (0.79, False), (math.nan, False)])
-def test_the_lower_bound_of_the_share_that_is_kept_decides(low, passed):
-    decision = awq(-0.01, kept=Estimate(0.9, 0.04, low, 0.98, 2000), min_kept=0.8)
-    assert decision.passed is passed
-    reason = next(reason for reason in decision.reasons if "of the gain" in reason)
-    assert "n = 2000" in reason and ("90 % [79, 98]" in reason or low != 0.79)
-    assert decision.facts["min_gain_kept"] == 0.8
-
-
-def test_where_no_gain_is_shown_no_share_of_it_is_kept():
-    decision = awq(-0.01, kept=None, min_kept=0.8)
-    assert not decision.passed and "No gain is shown" in decision.reasons[0]
-
-
 @pytest.mark.parametrize(
     ("decision", "reason"),
     [
@@ -122,6 +108,27 @@ def test_the_growth_of_answers_is_limited_by_its_upper_bound_if_a_limit_is_set(h
         )
         assert decision.facts["length_growth_high"] == high
     assert awq(-0.02, growth=growth).passed  # no limit by default
+
+
+@pytest.mark.parametrize(
+    ("low", "least", "passed"), [(0.58, 0.5, True), (0.5, 0.5, True), (0.49, 0.5, False), (math.nan, 0.5, False)]
+)
+def test_the_share_of_the_gain_that_is_kept_decides_by_its_lower_bound(low, least, passed):
+    share = Estimate(0.62, 0.02, low, 0.66, 2000)
+    decision = awq(-0.02, gain_kept=GainKept(share, least))
+    assert decision.passed is passed and decision.facts["min_gain_kept"] == least
+    reason = next(reason for reason in decision.reasons if "of the gain" in reason)
+    shown = "?" if math.isnan(low) else f"{100 * low:.0f}"
+    assert f"62 % [{shown}, 66] of the gain on n = 2000 questions" in reason
+    assert f"is {'not below' if passed else 'below'} 50 %" in reason
+    assert awq(-0.02).passed  # no share is asked for by default
+
+
+def test_a_share_that_is_unknown_is_not_shown():
+    decision = awq(-0.02, gain_kept=GainKept(None, 0.5))
+    assert not decision.passed and "no gain is shown at full precision" in decision.reasons[0]
+    decision = awq(-0.02, gain_kept=GainKept(None, 0.5, ("base:full", "base:awq")))
+    assert not decision.passed and "no sealed evaluation of base:full, base:awq" in decision.reasons[0]
 
 
 def test_base_needs_no_gain():

@@ -162,8 +162,8 @@ def test_what_a_study_cannot_say_is_left_out():
     assert not {"ratio", "log-odds"} & set(observe(floor, floor.draw(rng)))
 
 
-def test_the_tables_replace_the_block_of_the_readme():
-    page = coverage.README.read_text(encoding="utf-8")
+def test_the_page_has_one_block_of_tables_with_every_regime():
+    page = coverage.PAGE.read_text(encoding="utf-8")
     found = coverage.BLOCK.findall(page)
     assert len(found) == 1
     for study in regimes.rows():

@@ -182,14 +182,16 @@ def test_an_interval_over_runs_is_never_narrower_than_that_of_their_pooled_quest
             assert found.lower <= pooled.lower + 1e-12 and found.upper >= pooled.upper - 1e-12
 
 
-def test_few_one_way_losses_over_several_runs_survive_at_the_margin_in_at_most_5_percent_of_studies(rng):
-    """6 to 14 % did. On average 20 of 800 right answers break, and with them a tenth of the gain."""
-    studies, survived, n = 300, 0, 1000
+@pytest.mark.parametrize(("same", "n", "studies"), [(True, 300, 500), (False, 1000, 200)], ids=["same", "own"])
+def test_few_one_way_losses_over_runs_survive_at_the_margin_in_at_most_5_percent_of_studies(rng, same, n, studies):
+    """The same run three times survived in 10 % of studies. On average a tenth of the gain is lost, the margin."""
+    survived = 0
     for _ in range(studies):
-        fragile = rng.random(n) < 2 * 20 / 800  # half of these break in a run, so that runs share some breaks
+        fragile = rng.random(n) < 2 * 0.025  # half of these break in a run, so that runs share some breaks
         outcomes = few_changes(n=n, lost=0)
+        broken = fragile & (rng.random(n) < 0.5)
         for cells in outcomes:
-            cells[3] *= ~(fragile & (rng.random(n) < 0.5))
+            cells[3] *= ~(broken if same else fragile & (rng.random(n) < 0.5))
         survived += gains_over(outcomes).word() == "survives"
     assert survived / studies <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / studies)
 

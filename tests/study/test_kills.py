@@ -176,7 +176,9 @@ def finished(tmp_path_factory) -> tuple[Study, dict[str, float]]:
     return study, took
 
 
-@pytest.mark.parametrize("number", CASES)
+@pytest.mark.parametrize(
+    "number", [number if number % 2 == 0 else pytest.param(number, marks=pytest.mark.long) for number in CASES]
+)
 def test_a_study_that_was_killed_is_finished_by_the_next_command(number, finished, tmp_path):
     reference, took = finished
     step, signum, whom, share = case(number)

@@ -249,7 +249,9 @@ def test_objections_are_one_sentence_or_a_list_and_hide_what_follows_from_them()
         found.insist()
 
 
-@pytest.mark.parametrize("changes", [{"evaluate.engine": "vllm"}, {"rollout.engine": "vllm"}])
+@pytest.mark.parametrize(
+    "changes", [{"evaluate.engine": "vllm"}, {"rollout.engine": "vllm"}, {"model": str(tiny.PATH)}]
+)
 def test_no_time_is_estimated_for_an_engine_whose_speed_the_trial_does_not_know(changes, monkeypatch, capsys):
     monkeypatch.setattr(trial, "run", lambda *_: tried(12, 8))
     preflight.rehearse(study(), "cpu", everything(), yes=False)
