@@ -7,7 +7,7 @@ less. Where the scales disagree, naming one of them alone would mislead.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qrl import stats
@@ -47,8 +47,18 @@ class Scales:
         }
 
     @property
+    def nothing_left(self) -> bool:
+        """Whether both variants answer nothing right under the scheme: a ratio of what they keep is 0/0."""
+        return all(share is not None and share.estimate == 0 for share in self.kept.values())
+
+    @property
     def agree(self) -> bool | None:
-        """Whether all scales show the same sign; None if a difference is shown on some of them, or on none."""
+        """Whether all scales show the same sign; None if a difference is shown on some of them, or on none.
+
+        None too if nothing is left to compare.
+        """
+        if self.nothing_left:
+            return None
         shown = set(self.signs.values())
         if {1, -1} <= shown:
             return False
@@ -93,7 +103,8 @@ def accuracy_kept(evidence: Questions | Counts, variant: str, scheme: str) -> Es
         difference=evidence.contrast({quantized: 1, full: -1}),
         less=lambda share: evidence.contrast({quantized: 1, full: -share}),
     )
-    return share.kept
+    kept = share.kept
+    return None if kept is None else replace(kept, low=max(0.0, kept.low))
 
 
 def sections(comparison: Comparison) -> list[str]:
@@ -106,9 +117,10 @@ def sections(comparison: Comparison) -> list[str]:
         body = []
         for row in rows:
             kept = [kept_text(row.scales.kept[name]) for name in (BASE, variant)]
-            body.append(
-                (comparison.shown(row.scheme), *kept, ratio_text(row.scales.ratio), interval(row.scales.log_odds))
-            )
+            others = ["not defined"] * 2
+            if not row.scales.nothing_left:
+                others = [ratio_text(row.scales.ratio), interval(row.scales.log_odds)]
+            body.append((comparison.shown(row.scheme), *kept, *others))
         head = ("scheme", f"accuracy kept: {BASE}", f"accuracy kept: {variant}", "ratio", "difference in log-odds")
         sentences = [f"- {comparison.shown(row.scheme)}: {sentence(row.scales, variant)}" for row in rows]
         title = f"## Does quantization cost {variant} more than {BASE}?"
@@ -122,6 +134,8 @@ def sections(comparison: Comparison) -> list[str]:
 
 def sentence(scales: Scales, variant: str, reference: str = BASE) -> str:
     """Return in a sentence on which scales quantization costs the trained variant more or less than the reference."""
+    if scales.nothing_left:
+        return f"neither {variant} nor {reference} answers anything right, so nothing is left to compare."
     texts = {
         "points": f"{interval(scales.points)} in points",
         "share": f"{ratio_text(scales.ratio)} as a ratio of accuracy kept",
@@ -131,9 +145,10 @@ def sentence(scales: Scales, variant: str, reference: str = BASE) -> str:
     more = [texts[name] for name, sign in scales.signs.items() if sign < 0]
     unclear = [texts[name] for name, sign in scales.signs.items() if sign == 0]
     if less and more:
+        open_scales = f" Not shown: {', '.join(unclear)}." if unclear else ""
         return (
             f"the scales disagree. It costs {variant} more than {reference} on one scale ({', '.join(more)}) and less "
-            f"on another ({', '.join(less)}), so neither alone answers the question."
+            f"on another ({', '.join(less)}), so neither alone answers the question.{open_scales}"
         )
     if not less and not more:
         return f"on no scale is a difference between {variant} and {reference} shown ({', '.join(unclear)})."

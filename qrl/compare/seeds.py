@@ -55,8 +55,8 @@ def repeated_notes(answered: Answered) -> list[str]:
     for *others, last in repeated(answered):
         seeds = f"{', '.join(others)} and {last}"
         notes.append(
-            f"**Seeds {seeds} gave the same answers in every cell: they are one run**, so they tell nothing about the "
-            "variation between runs. Keep one of them."
+            f"Warning: seeds {seeds} gave the same answers in every cell: they are one run, so they tell nothing about "
+            "the variation between runs. Keep one of them."
         )
     return notes
 

@@ -43,6 +43,12 @@ def as_markdown(comparison: Comparison) -> str:
     return "\n".join(line for part in parts for line in part(comparison))
 
 
+def _repeated(comparison: Comparison) -> list[str]:
+    """Return a warning, before everything else, that some seeds are copies of one run."""
+    notes = seeds.repeated_notes(comparison.answered) if comparison.answered else []
+    return [*(f"**{note}**" for note in notes), ""] if notes else []
+
+
 def _cells(comparison: Comparison) -> list[str]:
     lines, engine = [], [comparison.engine] if comparison.engine else []
     for trained in comparison.variants[1:]:
@@ -217,7 +223,6 @@ def _notes(comparison: Comparison) -> list[str]:
         f"Brackets are 95 % confidence intervals (CI); ± is one standard error. {pairing}",
         *_clusters(comparison),
         *_differing(comparison),
-        *(seeds.repeated_notes(comparison.answered) if comparison.answered else []),
         *(missing.notes(comparison.answered.filled, comparison.n) if comparison.answered else []),
         *_bootstrap(comparison),
         "",

@@ -263,9 +263,11 @@ def _at_edge(accuracies: dict[str, float]) -> list[str]:
     remarks = []
     for name, rate in accuracies.items():
         if rate < FLOOR:
-            remarks.append(f"{name} is at the floor (accuracy {rate:.3f}) and can hardly lose anything")
+            remarks.append(f"{name} is at the floor (accuracy {rate:.3f}, below {FLOOR:g}) and can hardly lose more")
         elif rate > CEILING:
-            remarks.append(f"{name} is at the ceiling (accuracy {rate:.3f}) and can hardly gain anything")
+            remarks.append(
+                f"{name} is at the ceiling (accuracy {rate:.3f}, above {CEILING:g}) and can hardly gain more"
+            )
     return remarks
 
 

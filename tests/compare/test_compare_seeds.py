@@ -315,7 +315,7 @@ def test_seeds_with_equal_answers_are_named_as_one_run():
     copied.loc[(copied["variant"] == "base") & (copied["seed"] == 1), "correct"] = 0  # only trained cells decide
     found = compare.from_questions(copied.sample(frac=1, random_state=0))
     assert seeds.repeated(found.answered) == [("0", "1", "10")]
-    assert "Seeds 0, 1 and 10 gave the same answers in every cell: they are one run" in found.markdown()
+    assert "seeds 0, 1 and 10 gave the same answers in every cell: they are one run" in found.markdown()
     for column in ("n_tokens", "completion", "parsed", "finish_reason"):  # other answers that are as often right
         assert seeds.repeated(compare.from_questions(copied.assign(**{column: copied["seed"]})).answered) == []
 

@@ -103,7 +103,7 @@ def test_the_same_run_three_times_is_named():
     thrice = pd.concat([nested(*FEW).assign(seed=seed) for seed in range(3)])
     found = compare.from_questions(thrice, margin=0.02)
     assert seeds.repeated(found.answered) == [("0", "1", "2")]
-    assert "Seeds 0, 1 and 2 gave the same answers in every cell: they are one run" in found.markdown()
+    assert "seeds 0, 1 and 2 gave the same answers in every cell: they are one run" in found.markdown()
 
 
 def test_twenty_templates_of_fifty_questions_have_the_interval_of_a_clustered_t():

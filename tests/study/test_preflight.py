@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -23,6 +25,7 @@ from qrl.steps import evaluate
 from qrl.study import auto, forecast, pipeline, preflight, trial
 from qrl.study.launch import DryRun
 
+ROOT = Path(__file__).parents[2]
 SMALL = {"device": "cpu", "evaluate.n": "40", "evaluate.batch_size": "40", "quantize.schemes": "nf4"}
 QWEN = forecast.Shape(1_543_714_304, layers=28, hidden=1536, vocabulary=151_936, cached=512, positions=32_768)
 
@@ -353,12 +356,25 @@ def test_a_signal_during_the_trial_does_not_wait_for_its_answers(monkeypatch, tm
     assert set(multiprocessing.active_children()) <= set(before) and not (tmp_path / "ended").exists()
 
 
-def on_a_cpu(settings: recipe.Recipe, folder: Path, _: str) -> trial.Trial:
-    return trial._run(settings, folder, "cpu")
+REHEARSAL = """
+import sys
+from qrl import recipe, tiny
+from qrl.study import trial
+
+computed = trial._run
+
+def on_a_cpu(settings, folder, _):
+    return computed(settings, folder, "cpu")
+
+if __name__ == "__main__":
+    trial._run = on_a_cpu
+    settings = recipe.load("tiny", {"task": sys.argv[1], "evaluate.n": "20", "evaluate.max_new_tokens": "16"})
+    print(len(trial.run(settings, tiny.PATH, "cuda").frame), "answers")
+"""
 
 
 @pytest.mark.process
-def test_a_task_of_ones_own_gets_through_the_trial_in_a_process(monkeypatch, tmp_path):
+def test_a_task_of_ones_own_gets_through_the_trial_in_a_process(tmp_path):
     """As on a GPU: the trial's process has started the task's process, and has to end it to end itself."""
     (tmp_path / "sums.py").write_text(
         "from qrl.tasks import Question\n\n"
@@ -367,13 +383,12 @@ def test_a_task_of_ones_own_gets_through_the_trial_in_a_process(monkeypatch, tmp
         "def grade(completion, answer):\n"
         "    return completion.strip().endswith(answer)\n"
     )
-    monkeypatch.setattr(trial, "_run", on_a_cpu)
-    made: list[trial.Trial] = []
-    own = study(task=str(tmp_path / "sums.py"))
-    thread = threading.Thread(target=lambda: made.append(trial.run(own, tiny.PATH, "cuda")), daemon=True)
-    thread.start()
-    thread.join(120)
-    assert not thread.is_alive() and len(made[0].frame) == 20
+    (tmp_path / "rehearsal.py").write_text(REHEARSAL)
+    words = [sys.executable, str(tmp_path / "rehearsal.py"), str(tmp_path / "sums.py")]
+    ended = subprocess.run(
+        words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=180, check=True
+    )
+    assert ended.stdout == "20 answers\n"
 
 
 def test_a_base_that_cannot_answer_ends_the_study_with_its_answers_and_yes_goes_on(random_llama, capsys):
