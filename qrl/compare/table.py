@@ -39,7 +39,17 @@ def as_sentence(comparison: Comparison) -> str:
 
 def as_markdown(comparison: Comparison) -> str:
     """Return cells, gains and verdicts; per seed if there are several; losses; then how to read them."""
-    parts = (_cells, _verdicts, seeds.sections, _losses, scales.sections, _answers, _notes, subgroups.as_markdown)
+    parts = (
+        _repeated,
+        _cells,
+        _verdicts,
+        seeds.sections,
+        _losses,
+        scales.sections,
+        _answers,
+        _notes,
+        subgroups.as_markdown,
+    )
     return "\n".join(line for part in parts for line in part(comparison))
 
 

@@ -356,20 +356,23 @@ def test_a_signal_during_the_trial_does_not_wait_for_its_answers(monkeypatch, tm
     assert set(multiprocessing.active_children()) <= set(before) and not (tmp_path / "ended").exists()
 
 
-REHEARSAL = """
-import sys
-from qrl import recipe, tiny
+ON_A_CPU = """
 from qrl.study import trial
 
 computed = trial._run
 
 def on_a_cpu(settings, folder, _):
     return computed(settings, folder, "cpu")
+"""
+REHEARSAL = """
+import sys
+from on_a_cpu import on_a_cpu
+from qrl import recipe, tiny
+from qrl.study import trial
 
-if __name__ == "__main__":
-    trial._run = on_a_cpu
-    settings = recipe.load("tiny", {"task": sys.argv[1], "evaluate.n": "20", "evaluate.max_new_tokens": "16"})
-    print(len(trial.run(settings, tiny.PATH, "cuda").frame), "answers")
+trial._run = on_a_cpu
+settings = recipe.load("tiny", {"task": sys.argv[1], "evaluate.n": "20", "evaluate.max_new_tokens": "16"})
+print(len(trial.run(settings, tiny.PATH, "cuda").frame), "answers")
 """
 
 
@@ -383,10 +386,16 @@ def test_a_task_of_ones_own_gets_through_the_trial_in_a_process(tmp_path):
         "def grade(completion, answer):\n"
         "    return completion.strip().endswith(answer)\n"
     )
+    (tmp_path / "on_a_cpu.py").write_text(ON_A_CPU)
     (tmp_path / "rehearsal.py").write_text(REHEARSAL)
     words = [sys.executable, str(tmp_path / "rehearsal.py"), str(tmp_path / "sums.py")]
     ended = subprocess.run(
-        words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=180, check=True
+        words,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=True,
     )
     assert ended.stdout == "20 answers\n"
 
