@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Real
 from typing import TypeVar
 
 import pandas as pd
@@ -119,7 +120,8 @@ class Comparison:
     _repr_markdown_ = __str__
 
     def __post_init__(self) -> None:
-        if self.margin is not None and not 0 < self.margin < 1:
+        is_number = isinstance(self.margin, Real) and not isinstance(self.margin, bool)
+        if self.margin is not None and not (is_number and 0 < self.margin < 1):
             expected = "must be between 0 and 1: the loss of accuracy that still counts as survival"
             raise BadInput(f"The margin is {self.margin!r}, but {expected}.")
 

@@ -114,8 +114,10 @@ def _cells(row: Damage) -> tuple[str, ...]:
     own = row.scheme, row.variant, interval(row.loss)
     if row.excess is None or row.scales is None:
         return *own, "reference", "", kept_text(row.kept), "reference", "reference"
-    p_value, ratio = f"{row.p_holm:.2g}", ratio_text(row.scales.ratio)
-    return *own, interval(row.excess), p_value, kept_text(row.kept), ratio, interval(row.scales.log_odds)
+    others = ["not defined"] * 2
+    if not row.scales.nothing_left:
+        others = [ratio_text(row.scales.ratio), interval(row.scales.log_odds)]
+    return *own, interval(row.excess), f"{row.p_holm:.2g}", kept_text(row.kept), *others
 
 
 def findings(damages: Iterable[Damage]) -> list[str]:

@@ -28,6 +28,7 @@ class Scales:
         kept: variant → accuracy under the scheme / accuracy at full precision; None if the latter is not above 0.
         points: loss of the trained variant minus loss of the base, which is gain survival; below 0 if training made it
             worse.
+        nothing_left: whether both answer nothing right under the scheme: a ratio of what they keep is 0/0.
         ratio: of `kept`, trained / base; below 1 if training made it worse.
         log_odds: change of the trained variant's log-odds minus that of the base's; below 0 if training made it worse.
     """
@@ -36,6 +37,7 @@ class Scales:
     points: Estimate
     ratio: Estimate
     log_odds: Estimate
+    nothing_left: bool
 
     @property
     def signs(self) -> dict[str, int]:
@@ -45,11 +47,6 @@ class Scales:
             "share": _sign(self.ratio, 1.0),
             "log-odds": _sign(self.log_odds, 0.0),
         }
-
-    @property
-    def nothing_left(self) -> bool:
-        """Whether both variants answer nothing right under the scheme: a ratio of what they keep is 0/0."""
-        return all(share is not None and share.estimate == 0 for share in self.kept.values())
 
     @property
     def agree(self) -> bool | None:
@@ -91,6 +88,7 @@ def measure_scales(
         points=points,
         ratio=stats.ratio_of_shares(accuracies, contrast, evidence.n),
         log_odds=stats.difference_in_log_odds(accuracies, contrast, evidence.n),
+        nothing_left=accuracies[0] == accuracies[2] == 0,
     )
 
 

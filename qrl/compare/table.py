@@ -70,7 +70,7 @@ def _cells(comparison: Comparison) -> list[str]:
         for row in rows:
             accuracies = [_accuracy(comparison, (variant, row.scheme)) for variant in (names.BASE, trained)]
             p = row.delta.p_two_sided if t_test else row.mcnemar
-            gain = [interval(row.delta), "unpaired" if p is None else f"{p:.2g}"]
+            gain = [interval(row.delta), "unpaired" if p is None else _p(p)]
             survival = interval(row.gain_survival) if row.gain_survival else "not defined"
             kept = percent_interval(row.gain_kept) if row.gain_kept else "not defined"
             verdict = f"**{row.verdict.verdict}**" if row.verdict else "reference"
@@ -147,7 +147,7 @@ def answers_table(
         line += [_measure(answers, name) for name in known]
         counts = (answers.right_to_wrong, answers.wrong_to_right)
         line += ["" if count is None else f"{count} of {answers.compared}" for count in counts]
-        body.append((*line, "" if answers.mcnemar is None else f"{answers.mcnemar:.2g}"))
+        body.append((*line, "" if answers.mcnemar is None else _p(answers.mcnemar)))
     note = f"Brackets: the difference to {against}, and its interval. Where few answers differ it is widened: a rare, "
     note += "large change may not have been drawn."
     if "reached" in known:

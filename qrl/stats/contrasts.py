@@ -10,6 +10,8 @@ from qrl.stats.clusters import Groups
 from qrl.stats.estimate import TAIL, Estimate, quantile
 from qrl.stats.tails import Tails
 
+MOST_KINDS = 256  # different sums that a bootstrap draws from
+
 
 def contrast(
     outcomes: ArrayLike, weights: Sequence[float], clusters: ArrayLike | None = None, *, counts: ArrayLike | None = None
@@ -157,6 +159,7 @@ def bootstrap(
     if clusters is not None:
         groups = Groups.of(clusters, len(values))
         sums, sizes = groups.sums(values), groups.sizes.astype(float)
+    sums = _few_kinds(sums)
     if clusters is None:  # every size is 1: to sort numbers is faster than to sort pairs
         distinct, counts = np.unique(sums.round(12), return_counts=True)
         kinds = np.stack([distinct, np.ones(len(distinct))])
@@ -169,6 +172,19 @@ def bootstrap(
     means = np.concatenate(resampled)
     low, high = np.quantile(means, [TAIL, 1 - TAIL])
     return Estimate(float(values.mean()), float(means.std(ddof=1)), float(low), float(high), len(values))
+
+
+def _few_kinds(sums: np.ndarray) -> np.ndarray:
+    """Return the sums, or where nearly all differ, each at the nearest of `MOST_KINDS` even steps, with the same mean.
+
+    A resample draws a number per kind: with graded scores of 20,000 questions, 10,000 resamples took half a minute. The
+    steps add a variance of step²/12, far below what a check of the third decimal sees.
+    """
+    step = float(np.ptp(sums)) / (MOST_KINDS - 1)
+    if len(sums) <= MOST_KINDS or len(np.unique(sums.round(12))) <= MOST_KINDS:
+        return sums
+    stepped = sums.min() + step * np.rint((sums - sums.min()) / step)
+    return stepped + (sums.mean() - stepped.mean())
 
 
 def check_count(correct: int, n: int) -> None:

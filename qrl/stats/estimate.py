@@ -10,6 +10,7 @@ from qrl.stats.tails import Tails
 
 LEVEL = 0.95  # of every interval, and of the one-sided bounds that verdicts use
 TAIL = (1 - LEVEL) / 2  # on either side of a two-sided interval
+SMALLEST_P = 1e-100  # no p-value is smaller: none is 0
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,12 @@ class Estimate:
         tail = self._tail(abs(self.estimate - bound), upwards=not above)
         return tail if above else 1 - tail
 
+    def p_below(self, bound: float) -> float:
+        """Return the one-sided p-value of "the true value is at least `bound`"."""
+        below = self.estimate < bound
+        tail = self._tail(abs(self.estimate - bound), upwards=below)
+        return tail if below else 1 - tail
+
     @property
     def p_two_sided(self) -> float:
         """Two-sided p-value of "the true value is 0"; for one run's paired outcomes, the paired t test's."""
@@ -171,15 +178,15 @@ class Estimate:
 
         if self.runs is None and self.tails is None and not self.sums:
             t = -distance / self.stderr
-            return float(ndtr(t) if math.isinf(self.df) else stdtr(self.df, t))
+            return max(SMALLEST_P, float(ndtr(t) if math.isinf(self.df) else stdtr(self.df, t)))
         from scipy.optimize import root_scalar
 
         def beyond(log_tail: float) -> float:
             return self.reach(math.exp(log_tail), upwards=upwards) - distance
 
-        least, most = math.log(1e-100), math.log(0.5)
+        least, most = math.log(SMALLEST_P), math.log(0.5)
         if beyond(least) <= 0:
-            return 0.0
+            return SMALLEST_P
         if beyond(most) >= 0:
             return 0.5
         return math.exp(root_scalar(beyond, method="brentq", bracket=(least, most), xtol=1e-12).root)

@@ -6,6 +6,8 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
+from qrl.stats.estimate import SMALLEST_P
+
 K = TypeVar("K", bound=Hashable)
 
 
@@ -25,7 +27,10 @@ def mcnemar(a: ArrayLike, b: ArrayLike) -> float:
     first, second = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
     only_a, only_b = int((first & ~second).sum()), int((second & ~first).sum())
     disagreements = only_a + only_b
-    return min(1.0, 2 * float(bdtr(min(only_a, only_b), disagreements, 0.5))) if disagreements else 1.0
+    if not disagreements:
+        return 1.0
+    p_value = 2 * float(bdtr(min(only_a, only_b), disagreements, 0.5))
+    return min(1.0, max(SMALLEST_P, p_value))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

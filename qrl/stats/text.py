@@ -19,10 +19,15 @@ def percent(share: float) -> str:
 
 def percent_interval(share: Estimate) -> str:
     """Return a share in percent with its interval: `62 % [58, 66]`; an end that is unknown is `?`."""
-    ends = (f"{100 * end:.0f}".replace("-", "−") if math.isfinite(end) else "?" for end in (share.low, share.high))
-    low, high = ends
-    estimate = f"{100 * share.estimate:.0f}".replace("-", "−")
+    estimate, low, high = (
+        _whole_percent(value) if math.isfinite(value) else "?" for value in (share.estimate, share.low, share.high)
+    )
     return f"{estimate} % [{low}, {high}]"
+
+
+def _whole_percent(share: float) -> str:
+    """Return a share as a whole number of percent; what rounds to 0 has no sign."""
+    return f"{round(100 * share)}".replace("-", "−")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:

@@ -43,7 +43,8 @@ class Verdict:
         reason: what is shown, with the bounds that show it.
         margin: the largest loss of accuracy that still counts as survival.
         smallest_effect: the change of the gain that this n detects with 80 % power.
-        kept: the share of the gain that is kept; None if no gain is shown at full precision.
+        gain_is_shown: whether the gain at full precision is shown to be above 0.
+        kept: the share of the gain that is kept; None if no gain is shown at full precision, or if nothing bounds it.
         all_lost: whether no gain is shown under the scheme, where the verdict is `lost`.
         more_than_half_kept: whether that is shown.
         remarks: on cells at floor or ceiling, and on a gain that is no larger than the margin.
@@ -57,6 +58,7 @@ class Verdict:
     reason: str
     margin: float
     smallest_effect: float
+    gain_is_shown: bool = False
     kept: Estimate | None = None
     all_lost: bool = False
     more_than_half_kept: bool = False
@@ -69,8 +71,10 @@ class Verdict:
     def headline(self) -> str:
         """The verdict and the share of the gain that is kept: `reduced: 62 % [58, 66] of the gain is kept`."""
         word = "lost, all of it" if self.all_lost else self.verdict
+        if not self.gain_is_shown:
+            return f"{word}: no gain is shown at full precision"
         if self.kept is None:
-            return f"{word}: no gain is shown at full precision" if word == "inconclusive" else word
+            return f"{word}: what share of the gain is kept cannot be bounded"
         return f"{word}: {percent_interval(self.kept)} of the gain is kept"
 
 
@@ -190,6 +194,7 @@ def judge(gains: Gains, accuracies: dict[str, float], patterns: Patterns | None 
         reason,
         gains.margin,
         smallest_detectable(gains.survival),
+        gain_is_shown=gains.is_shown,
         kept=gains.share.kept,
         all_lost=word == "lost" and not gains.is_shown_quantized,
         more_than_half_kept=gains.is_shown and gains.is_more_than_half_kept,
@@ -201,7 +206,7 @@ def judge(gains: Gains, accuracies: dict[str, float], patterns: Patterns | None 
 
 
 def _lost(gains: Gains) -> tuple[str, float]:
-    p_value = 1 - gains.half.p_above(0)
+    p_value = gains.half.p_below(0)
     if not gains.is_shown_quantized:
         return f"the gain under the scheme, {interval(gains.quantized)}, is not shown to be above 0", p_value
     kept = gains.share.kept
@@ -216,7 +221,7 @@ def _survives(gains: Gains) -> tuple[str, float]:
 
 
 def _reduced(gains: Gains) -> tuple[str, float]:
-    p_value = 1 - gains.survival.p_above(0)
+    p_value = gains.survival.p_below(0)
     if gains.is_more_than_half_kept:
         return "a loss is shown, and more than half of the gain is shown to be kept", p_value
     return "a loss is shown; whether more than half of the gain is kept is not shown", p_value
@@ -233,7 +238,7 @@ def _inconclusive(gains: Gains) -> tuple[str, None]:
         reason = f"neither a loss nor its absence within the margin, {gains.margin:.3f}, is shown: the one-sided 95 % "
         reason += f"bounds of gain survival are {bounds}"
     kept = gains.share.kept
-    if kept and kept.lower > 0:
+    if kept and kept.lower >= 0.005:  # less is shown as 0 %
         reason += f"; at least {_whole(kept.lower)} of the gain is shown to be kept"
     return reason, None
 
@@ -251,9 +256,12 @@ _REASONS: dict[Word, Callable[[Gains], tuple[str, float | None]]] = {
 
 
 def _within_reach(gains: Gains, word: Word) -> list[str]:
-    """Return a remark if the gain is no larger than the loss that the margin allows."""
-    if word != "survives" or gains.full.estimate > gains.margin:
+    """Return a remark on a gain that survives: if it is no larger than the margin, or if a loss of it is shown."""
+    if word != "survives":
         return []
+    if gains.full.estimate > gains.margin:
+        loss = signed(gains.survival.estimate)
+        return [f"a loss is shown too, {loss}, and is smaller than the margin"] if gains.is_reduced else []
     gain = signed(gains.full.estimate)
     return [f"the full-precision gain, {gain}, is no larger than the margin, so all that is shown is that some is left"]
 

@@ -406,3 +406,24 @@ def test_groups_of_another_size_are_shown_with_their_scheme(frame):
     other = compare.from_questions(frame.assign(group_size=sizes.where(frame["question"] != "q0", 32)))
     assert other.shown("awq") == "awq"  # of two sizes none is named
     assert compare.from_questions(frame).shown("awq") == "awq"
+
+
+@pytest.mark.parametrize("margin", ["0.1", True, math.nan, 0, 1])
+def test_a_margin_that_is_no_loss_of_accuracy_is_refused_in_a_sentence(frame, margin):
+    with pytest.raises(BadInput, match=r"margin is .* but must be between 0 and 1"):
+        compare.compare(frame, margin=margin)
+
+
+def test_where_everything_changes_no_p_is_0_and_0_of_0_is_no_ratio():
+    cells = {("base", "full"): 0, ("grpo", "full"): 1, ("base", "nf4"): 0, ("grpo", "nf4"): 0}
+    rows = [
+        {"variant": variant, "scheme": scheme, "question": question, "correct": correct}
+        for (variant, scheme), correct in cells.items()
+        for question in range(2000)
+    ]
+    found = compare.compare(pd.DataFrame(rows))
+    table = found.markdown()
+    assert "| 0 |" not in table and "−0," not in table and "−0]" not in table
+    assert "below 1e-12" in table
+    assert "nothing is left to compare" in table and found.table_json()["nf4"]["scales_agree"] is None
+    assert min(found.table_json()["full"]["mcnemar"], found.table_json()["nf4"]["p_value"]) > 0

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qrl import stats
+from qrl.stats.contrasts import MOST_KINDS, _few_kinds
+from qrl.stats.text import percent_interval
 
 CLOSE = {"rel": 1e-9, "abs": 1e-12}
 
@@ -285,3 +287,22 @@ def test_an_interval_holds_its_estimate_at_the_ends_for_every_n(right):
     for n in range(2, 3000):
         found = stats.accuracy(right * n, n)
         assert found.low <= found.estimate <= found.high
+
+
+def test_graded_scores_are_resampled_at_even_steps_with_the_same_mean_and_error():
+    """20,000 scores that all differ: a draw for each of them took half a minute."""
+    rng = np.random.default_rng(0)
+    outcomes = rng.random((2, 20_000))
+    found, closed = stats.bootstrap(outcomes, (1, -1), seed=0), stats.contrast(outcomes, (1, -1))
+    assert found.estimate == pytest.approx(closed.estimate, abs=1e-12)
+    assert (found.low, found.high) == (pytest.approx(closed.low, abs=3e-4), pytest.approx(closed.high, abs=3e-4))
+    stepped = _few_kinds(outcomes[0] - outcomes[1])
+    assert len(np.unique(stepped.round(12))) <= MOST_KINDS
+    assert stepped.mean() == pytest.approx(closed.estimate, abs=1e-12)
+    few = rng.integers(0, 2, 20_000).astype(float)
+    assert _few_kinds(few) is few
+
+
+def test_a_share_that_rounds_to_0_has_no_sign():
+    assert percent_interval(stats.Estimate(-1e-5, 1e-5, -3e-5, 2e-5, 10)) == "0 % [0, 0]"
+    assert percent_interval(stats.Estimate(-0.95, 0.1, -1.03, -0.88, 10)) == "−95 % [−103, −88]"

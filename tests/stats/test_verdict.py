@@ -1,12 +1,14 @@
 """The verdict is the first claim that is shown, says what is kept, and errs no more often than it promises."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import scipy.stats
 
 from qrl import stats
+from qrl.stats.estimate import SMALLEST_P
 from qrl.stats.simulate import Patterns, share_of_gain
 from qrl.stats.verdict import Gains, default_margin, judge
 
@@ -178,3 +180,31 @@ def test_an_estimated_margin_must_not_be_taken_as_known():
         wrong["contrast"] += verdict(survival, gain=gain, gain_stderr=0.1).verdict == "survives"
     assert wrong["fixed"] / (2 * STUDIES) > 0.09
     assert wrong["contrast"] / (2 * STUDIES) <= LIMIT
+
+
+def test_a_shown_gain_whose_share_nothing_bounds_is_not_called_a_gain_that_is_not_shown():
+    share = stats.Share(
+        part=estimate(0.25, 0.1),
+        whole=estimate(0.3, 0.1),
+        difference=estimate(-0.05, 0.1),
+        less=lambda share: estimate(0.25 - 0.3 * share, 10 + 10 * abs(share)),
+    )
+    found = judge(Gains(share), MIDDLE)
+    assert found.kept is None and found.gain_is_shown and found.verdict == "inconclusive"
+    assert found.headline == "inconclusive: what share of the gain is kept cannot be bounded"
+
+
+def test_no_p_value_is_0_and_small_ones_keep_their_digits():
+    far = verdict(-0.30, stderr=0.005, gain_stderr=0.001)
+    assert far.verdict == "lost" and 0 < far.p_value <= SMALLEST_P
+    near = estimate(-0.1, 0.01)
+    assert near.p_below(0) == pytest.approx(scipy.stats.norm.sf(10), rel=1e-6, abs=0)
+    assert near.p_below(0) == pytest.approx(replace(near, estimate=0.1).p_above(0), rel=1e-6, abs=0)
+    assert stats.mcnemar(np.ones(5000), np.zeros(5000)) > 0
+
+
+def test_a_loss_within_the_margin_is_said_beside_survives():
+    found = verdict(-0.10, stderr=0.01, margin=0.2)
+    assert found.verdict == "survives"
+    assert found.remarks == ("a loss is shown too, −0.100, and is smaller than the margin",)
+    assert verdict(0.0, stderr=0.005).remarks == ()
