@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import context as multiprocessing_context
-from multiprocessing import spawn
+from multiprocessing import forkserver, spawn
 from pathlib import Path
 from typing import Any, Literal
 
@@ -155,7 +155,10 @@ def context(method: Literal["spawn", "forkserver"]) -> _SpawnContext | _ForkServ
         again = "A process that `multiprocessing` started runs this script again, and would start others in turn"
         raise QrlError(f'{again}: put its main code below `if __name__ == "__main__":`.')
     _leave_out_script()
-    return _SpawnContext() if method == "spawn" else _ForkServerContext()
+    if method == "spawn":
+        return _SpawnContext()
+    _forget_server_in_forks()
+    return _ForkServerContext()
 
 
 @contextmanager
@@ -179,6 +182,22 @@ def _leave_out_script() -> None:
         return data
 
     spawn.get_preparation_data = described
+
+
+@cache
+def _forget_server_in_forks() -> None:
+    """Let a fork of this process start a fork server of its own.
+
+    `multiprocessing` waits for the server as for a child, and a fork's parent's server is none: it would raise.
+    """
+    server = forkserver._forkserver
+
+    def forget() -> None:
+        if server._forkserver_alive_fd is not None:
+            os.close(server._forkserver_alive_fd)
+        server.__init__()
+
+    os.register_at_fork(after_in_child=forget)
 
 
 @contextmanager

@@ -93,8 +93,8 @@ class Estimate:
     distribution behind the interval, infinite for a normal one. With several training runs, `runs` replaces `df`.
     `tails` widens the interval where few answers change, or most in one direction. `least` and `most` are what the
     number can be: the interval of a difference never leaves ±1. `sums` are ways to write the number as a weighted sum
-    of other estimates, whose bounds together it must not undercut. `one_sided` are the one-sided 95 % bounds where
-    these do not follow from the error.
+    of other estimates; it is bounded no more tightly than the best of them. `one_sided` are the one-sided 95 % bounds
+    where these do not follow from the error.
     """
 
     estimate: float
@@ -147,7 +147,9 @@ class Estimate:
             reach = -quantile(tail, self.df) * self.stderr
             if self.tails:
                 reach = self.tails.reach(tail, reach, upwards=upwards)
-        return max([reach, *(_reach_of_sum(summands, tail, upwards=upwards) for summands in self.sums)])
+        if not self.sums:
+            return reach
+        return max(reach, min(_reach_of_sum(summands, tail, upwards=upwards) for summands in self.sums))
 
     @property
     def few(self) -> bool:

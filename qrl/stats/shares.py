@@ -37,16 +37,18 @@ class Share:
         """Return part − share · whole: above 0 if more than that share is kept.
 
         If few answers change between part and whole, or in the part, the bounds of that difference, or of the part, are
-        exact. A sum with the rest of the whole may not be bounded more tightly than its summands.
+        exact. Then the number is at most as tightly bounded as the better of two sums: the part and a share of the
+        whole, or the difference and the rest of the whole. At the shares 0 and 1 these are the part's and the
+        difference's own bounds, so that the share kept agrees with what is shown of both.
 
         Source: bounds of a sum from those of its summands, Zou and Donner, Stat. Med. 27 (2008) 1693.
         """
-        sums = []
-        if self.difference.few:
-            sums.append(((self.difference, 1.0), (self.whole, 1.0 - share)))
-        if self.part.few:
-            sums.append(((self.part, 1.0), (self.whole, -share)))
-        return replace(self.less(share), sums=tuple(sums)).bounded()
+        contrast = self.less(share)
+        if not (self.difference.few or self.part.few):
+            return contrast
+        from_part = ((self.part, 1.0), (self.whole, -share))
+        from_difference = ((self.difference, 1.0), (self.whole, 1.0 - share))
+        return replace(contrast, sums=(from_part, from_difference)).bounded()
 
     @cached_property
     def kept(self) -> Estimate | None:

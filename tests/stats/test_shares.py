@@ -142,3 +142,20 @@ def test_the_bounds_of_the_share_and_the_claims_agree(right):
 
 def test_no_share_is_named_where_no_gain_is_shown():
     assert one_way(300, 180, 181, 180, 180).share.kept is None
+
+
+@pytest.mark.parametrize("n", [60, 100, 300])
+@pytest.mark.parametrize("kept", [0.15, 0.5, 0.85])
+def test_few_changes_give_a_share_that_does_not_deny_what_is_shown(n, kept):
+    """A gain under the scheme that is shown leaves no share below 0, and a loss that is shown none above 1."""
+    gained = round(0.3 * n)
+    gains = one_way(n, n // 2, n // 2 + gained, n // 2, n // 2 + round(kept * gained))
+    share = gains.share.kept
+    assert gains.quantized.low > 0 or kept < 0.5
+    assert share.low >= -1e-6 or gains.quantized.low <= 0
+    assert share.upper <= 1 + 1e-6 or not gains.is_reduced
+
+
+def test_half_of_a_gain_in_a_hundred_questions_is_neither_none_nor_all():
+    share = one_way(100, 60, 80, 60, 70).share.kept
+    assert (share.estimate, share.low >= 0, share.high <= 1) == (0.5, True, True)

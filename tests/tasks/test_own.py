@@ -132,6 +132,7 @@ def test_a_process_that_has_graded_ends_by_itself(kind, method, tmp_path):
     task = written(tmp_path, LOAD + "def grade(completion, answer):\n    return True\n") if kind == "a file's" else kind
     arguments = (task, r"\boxed{x^2+2x+1}", "(x+1)^2")
     process = multiprocessing.get_context(method).Process(target=grade_elsewhere, args=arguments)
+    grade_elsewhere(*arguments)  # so that a server of forks runs here, which is no child of a fork
     for grader in (pool, limits):  # as whoever forks does: their threads would not be copied
         grader.close()
     process.start()
