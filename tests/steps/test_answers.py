@@ -62,9 +62,10 @@ def test_one_process_per_thread_answers_small_models(monkeypatch):
 def test_a_cell_has_the_same_answers_wherever_it_is_asked():
     settings = recipe.load("tiny", {"evaluate.max_new_tokens": "8"})
     questions = tasks.load("arithmetic", "heldout", 8, 0)
-    stored = ("qrl-tiny", checkpoint.check(tiny.PATH))
+    weights = checkpoint.check(tiny.PATH)
+    stored = ("qrl-tiny", weights, weights.digest)
     cells = [evaluate.Evaluation(settings, variant, "full", *stored, questions, "cpu") for variant in ("base", "grpo")]
-    answer = partial(evaluate._ask, evaluate.room.Engines())
+    answer = partial(evaluate._ask, evaluate.cells.Engines())
     with answers.in_processes(answer, cells, 2) as wait:
         there = [wait(cell, lambda n: None) for cell in cells]
     here = answer(cells[0], lambda n: None)
