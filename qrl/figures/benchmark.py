@@ -81,7 +81,7 @@ def capacities(measured: Sequence[Capacity], path: str | Path) -> None:
     rates = sorted({2.0 ** round(math.log2(point.rate)) for capacity in measured for point in capacity.points})
     axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    best = max(measured, key=lambda capacity: capacity.held)
+    best = max(measured, key=lambda capacity: capacity.requests_per_s)
     title = f"At a p95 of {limit:g} s, {best.label} holds {best.text} requests/s"
     points = [point for capacity in measured for point in capacity.points]
     least, rounds = min(point.requests for point in points), points[0].latency_p95_s.n
