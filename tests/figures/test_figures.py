@@ -482,7 +482,7 @@ def test_titles_say_what_the_numbers_say():
     assert "2 % less than before" in of_weights.error_finding(weights(0.98), ["base", "grpo"])
     assert "as much as before" in of_weights.error_finding(weights(1.0001), ["base", "grpo"])
     few = pd.DataFrame({"step": [1, 2, 3], "reward": [0.8, 0.45, 0.81]})
-    assert rewards.reward_found(few) == "Training reward over 3 steps: too few for an interval"
+    assert rewards.reward_finding(few) == "Training reward over 3 steps: too few for an interval"
     noise = np.tile([0.4, 0.6], 8)
     for shift, verb in (
         (0.5, "rises: +0.500 [+0.3"),
@@ -490,6 +490,6 @@ def test_titles_say_what_the_numbers_say():
         (0.0, "does not change significantly: 0.000 [−0.1"),
     ):
         moved = pd.DataFrame({"step": range(1, 17), "reward": noise + shift * np.repeat([0, 1], 8)})
-        assert rewards.reward_found(moved).startswith(f"Training reward {verb}")
+        assert rewards.reward_finding(moved).startswith(f"Training reward {verb}")
     level = pd.DataFrame({"step": range(1, 17), "reward": 0.5})
-    assert "does not change significantly" in rewards.reward_found(level)
+    assert "does not change significantly" in rewards.reward_finding(level)
