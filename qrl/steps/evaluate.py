@@ -62,19 +62,19 @@ class Evaluation:
         return keys.cell(self.recipe, self.variant, self.scheme, self.digest, self.device)
 
 
-def evaluate(recipe: Recipe, given: str | None) -> None:
+def evaluate(recipe: Recipe, cells_text: str | None) -> None:
     """Evaluate every cell on the recipe's held-out questions; log accuracy, health and a row per question.
 
     Args:
         recipe: its `evaluate` section and task.
-        given: cells as typed, `variant:scheme=model,…`; None for the recipe's model.
+        cells_text: cells as typed, `variant:scheme=model,…`; None for the recipe's model.
 
     Raises:
         UnhealthyCell: cells are void, a sentence for each: one at full precision broke a limit of health, or one under
             a scheme whose variant is not known to be healthy at full precision. Raised after the base at full
             precision, or after all cells were evaluated.
     """
-    checkpoints = check(recipe, given)
+    checkpoints = check(recipe, cells_text)
     # The digest that is recorded must be that of the files that are loaded, so they are hashed first.
     digests = {cell: weights.digest for cell, (_, weights) in checkpoints.items()}
     device = devices.choose(recipe.device)
@@ -104,14 +104,14 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
             raise unhealthy
 
 
-def check(recipe: Recipe, given: str | None) -> dict[tuple[str, str], tuple[str, checkpoint.Checkpoint]]:
+def check(recipe: Recipe, cells_text: str | None) -> dict[tuple[str, str], tuple[str, checkpoint.Checkpoint]]:
     """Return the cells' addresses and checkpoints, by variant and scheme.
 
     Raises:
         BadInput: all that is wrong: the list is malformed, the engine cannot run a cell, weights are not stored as the
             cell names them, or a chat template has no variable that `chat.template_kwargs` sets.
     """
-    text = given or f"{names.BASE}:{names.FULL}={recipe.model}"
+    text = cells_text or f"{names.BASE}:{names.FULL}={recipe.model}"
     engine = recipe.evaluate.engine
     gpus = recipe.evaluate.tensor_parallel
     objections = Objections()
@@ -218,39 +218,43 @@ def _evaluate_cell(
         tqdm(total=len(cell.questions) * settings.samples, desc=cell.name, unit="answer", leave=False) as bar,
     ):
         if stored_answers:
-            asked = stored_answers.read()
+            cell_answers = stored_answers.read()
             click.echo(f"      {cell.name}: the answers of run {stored_answers.run_id[:8]} are judged again", err=True)
         else:
-            asked = ask(cell, bar.update)
+            cell_answers = ask(cell, bar.update)
 
         uri = record.given(cell.recipe, cell.address, cell.weights, cell.variant, names.stored(cell.scheme))
-        judged = _judge(cell, asked, uri, full_precision)
-        if judged.note:
-            asked = replace(asked, frame=health.marked(asked.frame, judged.note))
+        judgement = _judge(cell, cell_answers, uri, full_precision)
+        if judgement.note:
+            cell_answers = replace(cell_answers, frame=health.marked(cell_answers.frame, judgement.note))
 
-        metrics = scores.metrics(asked)
+        metrics = scores.metrics(cell_answers)
         _log_scores(cell, metrics, uri, questions_digest)
         training_seed = lineage.training_seed(uri) if cell.variant != names.BASE else None
-        _log_conditions(cell, asked, training_seed)
+        _log_conditions(cell, cell_answers, training_seed)
 
-        receipt = asked.receipt | {"weights": cell.digest, "prompt_hash": prompt_hash, "questions": questions_digest}
+        receipt = cell_answers.receipt | {
+            "weights": cell.digest,
+            "prompt_hash": prompt_hash,
+            "questions": questions_digest,
+        }
         (work / names.RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
         seed = cell.recipe.seed if training_seed is None else training_seed
-        _log_rows(asked, cell, models.params(uri).get(names.SETTINGS, ""), work, seed)
+        _log_rows(cell_answers, cell, models.params(uri).get(names.SETTINGS, ""), work, seed)
 
         # The seal comes before the verdict: the answers of a void cell are kept, to be judged by other limits.
         values = {"digest": cell.digest, "questions": questions_digest, "accuracy": metrics[names.ACCURACY]}
         facts = {"model": uri, "step": runs.parent_id(), "limits": health.limits(settings)}
-        if judged.note:
-            facts["unhealthy"] = judged.note
+        if judgement.note:
+            facts["unhealthy"] = judgement.note
         reuse.seal(work / names.QUESTIONS, labels | values | facts)
-        if judged.broken_limits:
+        if judgement.broken_limits:
             bar.close()
-            _report_health(cell, judged, asked)
+            _report_health(cell, judgement, cell_answers)
         reuse.record_outputs(models={"model": uri}, artifacts=[names.QUESTIONS], values=values)
 
         bar.close()
-        click.echo(f"      {_summary(cell, metrics)}, {asked.tokens_per_s:,.0f} tokens/s", err=True)
+        click.echo(f"      {_summary(cell, metrics)}, {cell_answers.tokens_per_s:,.0f} tokens/s", err=True)
         return runs.active_id()
 
 
@@ -278,21 +282,21 @@ def _log_scores(cell: Evaluation, metrics: dict[str, float], uri: str, questions
     contents.log_scores(metrics, model_uri=uri, dataset=dataset)
 
 
-def _log_conditions(cell: Evaluation, asked: cells.Asked, training_seed: int | None) -> None:
+def _log_conditions(cell: Evaluation, cell_answers: cells.Asked, training_seed: int | None) -> None:
     """Log how the answers were computed; mark, and print, where that differs from what the labels promise."""
-    simulated = asked.receipt.get("simulated", "")
-    if asked.receipt.get("unpacked"):
+    simulated = cell_answers.receipt.get("simulated", "")
+    if cell_answers.receipt.get("unpacked"):
         simulated = "weights unpacked"
     params = {
-        "dtype": asked.dtype,
+        "dtype": cell_answers.dtype,
         "simulated": simulated,
         "training_seed": training_seed,
-        names.ENGINE: asked.receipt["engine"],
+        names.ENGINE: cell_answers.receipt["engine"],
     }
     contents.log_params({key: value for key, value in params.items() if value not in ("", None)})
 
     batch_size = cell.recipe.evaluate.batch_size
-    actual_batch_size = asked.receipt.get("batch_size", batch_size)
+    actual_batch_size = cell_answers.receipt.get("batch_size", batch_size)
     if actual_batch_size < batch_size:
         contents.tag(f"{names.TAG_WATCH}memory", f"evaluate.batch_size {batch_size} → {actual_batch_size}")
     if simulated.startswith("activations not rounded"):
@@ -309,7 +313,7 @@ def _summary(cell: Evaluation, metrics: dict[str, float]) -> str:
 
 
 @dataclass(frozen=True)
-class _Judged:
+class _Judgement:
     """A cell's health."""
 
     broken_limits: list[str]  # metrics
@@ -318,24 +322,26 @@ class _Judged:
     full: stored.FullPrecision = stored.UNKNOWN  # of the same variant, for a cell under a scheme
 
 
-def _judge(cell: Evaluation, asked: cells.Asked, uri: str, full_precision: dict[str, stored.FullPrecision]) -> _Judged:
+def _judge(
+    cell: Evaluation, cell_answers: cells.Asked, uri: str, full_precision: dict[str, stored.FullPrecision]
+) -> _Judgement:
     """Judge a cell's answers by its variant at full precision; arguments as for `_variant_at_full_precision`."""
     settings = cell.recipe.evaluate
-    rates = health.rates(asked.frame)
-    n = len(asked.frame)
+    rates = health.rates(cell_answers.frame)
+    n = len(cell_answers.frame)
     broken_limits = health.broken(rates, settings, n)
     problems = health.problems(rates, settings, n)
 
     if cell.scheme == names.FULL:
         full_precision[cell.variant] = stored.FullPrecision(rates, tuple(problems))
-        return _Judged(broken_limits, problems)
+        return _Judgement(broken_limits, problems)
     if not broken_limits:
-        return _Judged([], [])
+        return _Judgement([], [])
 
     full = _variant_at_full_precision(cell, uri, full_precision)
     did_quantization = bool(full.rates) and not full.problems
     note = health.note(rates, full.rates, broken_limits) if did_quantization else ""
-    return _Judged(broken_limits, problems, note, full)
+    return _Judgement(broken_limits, problems, note, full)
 
 
 def _variant_at_full_precision(
@@ -362,25 +368,25 @@ def _variant_at_full_precision(
     return stored_answers.at_full_precision(cell.recipe.evaluate)
 
 
-def _report_health(cell: Evaluation, judged: _Judged, asked: cells.Asked) -> None:
+def _report_health(cell: Evaluation, judgement: _Judgement, cell_answers: cells.Asked) -> None:
     """Print which limits a cell broke, with answers that did, and mark a cell that counts.
 
     Raises:
         UnhealthyCell: the cell is void.
     """
     rows_path = f"All its answers are in {projects.artifact_place(runs.active_id())}/{names.QUESTIONS}."
-    examples = ["Answers that broke it:", *health.breaking(asked.frame, judged.broken_limits), rows_path]
-    if judged.note:
-        contents.tag(names.TAG_UNHEALTHY, judged.note)
+    examples = ["Answers that broke it:", *health.breaking(cell_answers.frame, judgement.broken_limits), rows_path]
+    if judgement.note:
+        contents.tag(names.TAG_UNHEALTHY, judgement.note)
         message = (
-            f"{cell.name}: {judged.note}. Quantization did that: the cell counts, its unfinished answers are wrong, "
+            f"{cell.name}: {judgement.note}. Quantization did that: the cell counts, its unfinished answers are wrong, "
             "and no gate lets it pass."
         )
         click.secho("      " + "\n      ".join([message, *examples]), fg="yellow", err=True)
         return
 
     void = f"Cell {cell.name} is void, so its accuracy does not count:"
-    sentences = [void, *judged.problems, *_why_void(cell, judged.full)]
+    sentences = [void, *judgement.problems, *_why_void(cell, judgement.full)]
     click.secho("      " + "\n      ".join([*sentences, *examples]), fg="red", err=True)
     raise UnhealthyCell(" ".join([*sentences, rows_path]))
 
@@ -426,11 +432,11 @@ def _sampled(metrics: dict[str, float], samples: int) -> str:
     return f" × {samples} samples, pass@{samples} {metrics[key]:.3f} ± {metrics[f'{key}_stderr']:.3f}"
 
 
-def _log_rows(asked: cells.Asked, cell: Evaluation, settings_digest: str, work: Path, seed: int) -> None:
+def _log_rows(cell_answers: cells.Asked, cell: Evaluation, settings_digest: str, work: Path, seed: int) -> None:
     """Log the rows under the seed of the training that made the weights; the questions' seed has a column too.
 
     Args:
-        asked: the cell's answers.
+        cell_answers: graded, a row each.
         cell: its recipe and weights.
         settings_digest: of the settings with which the weights were quantized.
         work: folder for the files.
@@ -441,14 +447,14 @@ def _log_rows(asked: cells.Asked, cell: Evaluation, settings_digest: str, work: 
     columns = {
         "seed": seed,
         "question_seed": recipe.seed,
-        names.ENGINE: asked.receipt["engine"],
+        names.ENGINE: cell_answers.receipt["engine"],
         names.SETTINGS: settings_digest,
-        names.GROUP_SIZE: pd.array([group_size] * len(asked.frame), dtype="Int64"),
+        names.GROUP_SIZE: pd.array([group_size] * len(cell_answers.frame), dtype="Int64"),
         names.PROMPT_HASH: prompt.template_hash(prompt.of(recipe)),
     }
-    asked.frame.assign(**columns).to_parquet(work / names.QUESTIONS)
-    by_group = groups.markdown(asked.frame)
+    cell_answers.frame.assign(**columns).to_parquet(work / names.QUESTIONS)
+    by_group = groups.markdown(cell_answers.frame)
     if by_group:
         (work / names.GROUPS_MD).write_text(by_group, encoding="utf-8")
     contents.log_folder(work)
-    contents.log_table(asked.frame.head(recipe.evaluate.samples_logged)[_COLUMNS_SHOWN], "completions")
+    contents.log_table(cell_answers.frame.head(recipe.evaluate.samples_logged)[_COLUMNS_SHOWN], "completions")

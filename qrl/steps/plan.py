@@ -46,7 +46,8 @@ def make(
     if (scheme or reference) and not pilot:
         option = "--scheme" if scheme else "--reference"
         raise BadInput(f"{option} names a scheme of the pilot: give --pilot FILE with it, or omit it.")
-    suggested, notes = {}, []
+    suggested = {}
+    notes = []
     if pilot:
         suggested, notes = read_pilot(pilot, scheme, reference)
 
