@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl.figures.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, canvas, finish, shortened
+from qrl.figures.canvas import BLUE, GREEN, GREY, LABEL_CHARACTERS, ORANGE, PURPLE, RED, SKY, canvas, finish, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +45,9 @@ def speeds(lines: Sequence[Line], path: str | Path, at_once: str = "prompts") ->
     fastest = max(lines, key=lambda line: line.tokens_per_s.estimate)
     speed = fastest.tokens_per_s
     interval = f"{speed.estimate:,.0f} [{speed.low:,.0f}, {speed.high:,.0f}] tokens/s"
-    title = f"Fastest: {shortened(fastest.label)} with {fastest.batch} {at_once} at once, {interval}"
+    title = (
+        f"Fastest: {shortened(fastest.label, 2 * LABEL_CHARACTERS)} with {fastest.batch} {at_once} at once, {interval}"
+    )
     note = (
         f"{fastest.engine}. Bars are 95 % intervals over {speed.n} interleaved rounds; "
         f"n = {min(line.requests for line in lines)} requests or more a point."
@@ -62,7 +64,7 @@ def _draw_series(axes: Axes, x: Sequence[float], values: Sequence[Estimate], num
         x,
         estimates,
         yerr=(below, above),
-        label=shortened(label),
+        label=shortened(label, 2 * LABEL_CHARACTERS),  # a variant and a scheme
         color=COLOURS[number % len(COLOURS)],
         ls=STYLES[number // len(COLOURS) % len(STYLES)],
         marker="o",
@@ -93,11 +95,11 @@ def capacities(measured: Sequence[Capacity], path: str | Path) -> None:
     ticks = sorted({2.0 ** round(math.log2(point.rate)) for point in points})
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    best = max(measured, key=lambda capacity: capacity.requests_per_s)
-    title = f"At a p95 of {limit:g} s, {shortened(best.label)} holds {best.text} requests/s"
+    largest = max(measured, key=lambda capacity: capacity.requests_per_s)
+    title = f"At a p95 of {limit:g} s, {shortened(largest.label, 2 * LABEL_CHARACTERS)} holds {largest.text} requests/s"
     rounds = points[0].latency_p95_s.n
     n = min(point.requests for point in points)
-    note = f"{best.engine}. Dotted: the limit. Bars: 95 % intervals over {rounds} rounds; n = {n} or more a point."
+    note = f"{largest.engine}. Dotted: the limit. Bars: 95 % intervals over {rounds} rounds; n = {n} or more a point."
     finish(figure, title, note, path)
 
 

@@ -29,7 +29,8 @@ PURPLE = "#CC79A7"
 SKY = "#56B4E9"
 RED = "#D55E00"
 VARIANTS = (GREY, BLUE, ORANGE, GREEN, PURPLE)  # base is grey, the first trained variant blue
-LABEL_CHARACTERS = 32  # of a variant or scheme in a figure; longer ones leave no space for the panel
+LABEL_CHARACTERS = 24  # of a variant or scheme in a figure; longer ones leave no space for the panel
+TICK_CHARACTERS = 16  # of one among several below or next to a panel
 LEGEND = {"frameon": False, "loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}  # above the panel
 
 

@@ -8,7 +8,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qrl.figures.canvas import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PURPLE, RED, VARIANTS, canvas, finish, shortened
+from qrl.figures.canvas import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    LABEL_CHARACTERS,
+    ORANGE,
+    PURPLE,
+    RED,
+    TICK_CHARACTERS,
+    VARIANTS,
+    canvas,
+    finish,
+    shortened,
+)
 from qrl.names import FULL
 from qrl.stats.text import interval, percent_interval
 
@@ -60,12 +75,13 @@ def matrix(comparison: Comparison, path: str | Path) -> None:
     axes.grid(axis="x", visible=False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(variants), frameon=False, borderaxespad=0.2)
     gain = comparison.row(FULL)
-    finish(figure, _gain_title(gain.variant, gain.delta), _matrix_note(comparison), path)
+    finish(figure, _gain_title(shortened(gain.variant), gain.delta), _matrix_note(comparison), path)
 
 
 def _tick(scheme_label: str) -> str:
     """Return a scheme's label for an axis, its size of groups on a second line."""
-    return "\n".join(map(shortened, scheme_label.replace(" (groups", "\n(groups").splitlines()))
+    lines = scheme_label.replace(" (groups", "\n(groups").splitlines()
+    return "\n".join(shortened(line, TICK_CHARACTERS) for line in lines)
 
 
 def _matrix_note(comparison: Comparison) -> str:
@@ -102,8 +118,8 @@ def survival(comparison: Comparison, path: str | Path) -> None:
     has_several_variants = len(comparison.variants) > 2
     labels = []
     for row, _, _ in rows:
-        scheme = shortened(comparison.shown(row.scheme))
-        labels.append(f"{shortened(row.variant)} · {scheme}" if has_several_variants else scheme)
+        label = shortened(comparison.shown(row.scheme))
+        labels.append(f"{shortened(row.variant)} · {label}" if has_several_variants else label)
     axes.axvline(0, color=INK, lw=1)
     axes.set_xlim(left, right)
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -150,7 +166,7 @@ def _name_line(axes, text: str, x: float, alignment: str, colour: str) -> None:
 
 
 def _survival_title(rows: Sequence[tuple], has_several_variants: bool) -> str:
-    verdicts = [(row.scheme, verdict.verdict) for row, verdict, _ in rows]
+    verdicts = [(shortened(row.scheme), verdict.verdict) for row, verdict, _ in rows]
     return survival_finding(verdicts, has_several_variants, "Gain")
 
 
@@ -228,7 +244,8 @@ def _forest(
         _annotate_right(axes, y, f"{text}   {interval(value)}", size=9)
     axes.axvline(0, color=INK, lw=1)
     axes.set_ylim(len(rows) - 0.5, -0.6)
-    axes.set_yticks(range(len(rows)), [shortened(measured.shown(cell)) for cell, *_ in rows], size=10)
+    labels = [shortened(measured.shown(cell), 2 * LABEL_CHARACTERS) for cell, *_ in rows]  # a variant and a scheme
+    axes.set_yticks(range(len(rows)), labels, size=10)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(axis_label)
 

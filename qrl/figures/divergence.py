@@ -6,12 +6,12 @@ from typing import Any
 
 import pandas as pd
 
-from qrl.figures.canvas import LEGEND, by_variant, dress, finish, shortened
+from qrl.figures.canvas import LEGEND, TICK_CHARACTERS, by_variant, dress, finish, shortened
 from qrl.stats import LEVEL, quantile
 
 AXES = {"kl": "KL to full precision, nats per token", "top1_agreement": "share of tokens with the same top choice"}
 MARKS = "os^Dv"  # variants differ by shape too, not by colour alone
-TICK_CHARACTERS = 12  # of a scheme's name that fits under its points
+UNROTATED_CHARACTERS = 12  # of a scheme's name that fits below its points without rotation
 
 
 def behaviour(rows: pd.DataFrame, path: str | Path) -> None:
@@ -37,8 +37,8 @@ def behaviour(rows: pd.DataFrame, path: str | Path) -> None:
 
     if schemes:
         x_of_scheme = {scheme: i for i, scheme in enumerate(schemes)}
-        labels = [shortened(scheme) for scheme in schemes]
-        has_long_labels = len(schemes) > 4 or max(map(len, labels)) > TICK_CHARACTERS
+        labels = [shortened(scheme, TICK_CHARACTERS) for scheme in schemes]
+        has_long_labels = len(schemes) > 4 or max(map(len, labels)) > UNROTATED_CHARACTERS
         for measure, title in AXES.items():
             axes = panels[measure]
             _draw_points(axes, of_models, of_models["scheme"].map(x_of_scheme), measure)

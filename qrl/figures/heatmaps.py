@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from qrl.figures.canvas import FAINT, INK, finish, shortened, wrapped
+from qrl.figures.canvas import FAINT, INK, TICK_CHARACTERS, finish, shortened, wrapped
 from qrl.figures.weights import bits, error_column, in_order
 from qrl.names import BASE
 
@@ -16,7 +16,6 @@ from qrl.names import BASE
 SIZES = "cividis"
 DIFFERENCES = "PuOr_r"
 SIGN = " (above 0: smaller after training)"
-ROW_CHARACTERS = 16  # of a projection or scheme, in the margin of a map
 FEW = 4  # schemes for which a page shows every layer
 
 
@@ -204,7 +203,7 @@ def _draw_panel(figure, axes, panel: Panel) -> None:
         colours = {"cmap": DIFFERENCES, "vmin": -limit, "vmax": limit}
     image = axes.imshow(values, aspect="auto", interpolation="nearest", **colours)
     axes.set_title(panel.title, loc="left", size=10, color=INK, pad=4)
-    row_labels = [shortened(name.removesuffix("_proj"), ROW_CHARACTERS) for name in panel.values.index]
+    row_labels = [shortened(name.removesuffix("_proj"), TICK_CHARACTERS) for name in panel.values.index]
     axes.set_yticks(range(len(panel.values)), row_labels, size=8.5)
     step = math.ceil(values.shape[1] / 16)
     axes.set_xticks(range(0, values.shape[1], step), panel.values.columns[::step], size=8.5)

@@ -7,7 +7,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qrl.figures.canvas import BLUE, GREEN, GREY, INK, LEGEND, ORANGE, PURPLE, RED, SKY, canvas, finish, shortened
+from qrl.figures.canvas import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    LEGEND,
+    ORANGE,
+    PURPLE,
+    RED,
+    SKY,
+    TICK_CHARACTERS,
+    canvas,
+    finish,
+    shortened,
+)
 
 if TYPE_CHECKING:
     from qrl.compare.sizes import Sizes
@@ -34,7 +48,7 @@ def sizes(measured: Sizes, title: str, path: str | Path) -> None:
             lw=1.2,
             ms=6,
             capsize=3,
-            label=shortened(method.name),
+            label=shortened(method.name, 2 * TICK_CHARACTERS),
             color=_COLOURS[i % len(_COLOURS)],
             marker=_MARKERS[i // len(_COLOURS) % len(_MARKERS)],
         )

@@ -3,6 +3,8 @@
 import base64
 import gzip
 import json
+import warnings
+from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
@@ -11,9 +13,11 @@ import pytest
 import scipy.stats
 
 from qrl import compare, figures, plan
+from qrl.benchmark.summary import Line
 from qrl.figures import canvas, cards, comparison, heatmaps, rewards
 from qrl.figures import divergence as of_behaviour
 from qrl.figures import weights as of_weights
+from qrl.stats import Estimate
 from qrl.steps import compare as steps_compare
 
 COUNTS = {
@@ -316,6 +320,24 @@ def test_each_seeds_own_value_is_a_stroke(tmp_path):
     assert strokes["x"] == own and len(own) == 3 and strokes["text"][2].startswith("seed 2: ")
 
 
+def test_where_both_models_answer_nothing_right_there_is_no_ratio(tmp_path):
+    counts = {
+        "n": 10000,
+        "base": {"full": 4000, "int8": 0, "nf4": 10},
+        "grpo": {"full": 6000, "int8": 0, "nf4": 0},
+        "mine": {"full": 5000, "int8": 100, "nf4": 10},
+    }
+    table = written_table(tmp_path, counts)
+    figures.report(figures.Study(table), tmp_path / "report.html")
+    text = unpacked(tmp_path / "report.html")[1]
+    rows = text.partition("<th>difference in log-odds</th>")[2].partition("</table>")[0].split("<tr>")
+    defined = {
+        row.partition("<td>")[2].partition("</td>")[0]: "not defined" not in row for row in rows if "<td>" in row
+    }
+    assert defined == {"grpo · nf4": True, "mine · nf4": True, "grpo · int8": False, "mine · int8": True}
+    assert next(row for row in rows if "grpo · int8" in row).count("<td>not defined</td>") == 2
+
+
 NEW_KEYS = ("headline", "gain_kept", "gain_survival_bounds", "remarks", "all_lost", "more_than_half_kept")
 NEW_KEYS += ("accuracy_kept", "accuracy_kept_ratio", "log_odds_difference", "scales_agree", "scales")
 
@@ -458,6 +480,45 @@ def test_a_long_title_stays_above_the_maps(tmp_path, monkeypatch):
     )
     title, below = drawn[0]._suptitle.get_window_extent(), drawn[0].axes[0].title.get_window_extent()
     assert drawn[0]._suptitle.get_text().count("\n") == 2 and title.y0 > below.y1
+
+
+def test_a_label_of_two_hundred_characters_leaves_space_for_the_panel(tmp_path):
+    variant = f"{'v' * 197}-1"
+    scheme = f"{'s' * 198}-2"
+    counts = {
+        "n": 10000,
+        "base": {"full": 6800, scheme: 6500},
+        variant: {"full": 8200, scheme: 7950},
+        f"{variant}b": {"full": 8200, scheme: 7950},
+    }
+    found = compare.from_counts(counts)
+    renamed = {"variant": {"grpo": variant}, "scheme": {"nf4": scheme}}
+    value = Estimate(0.1, 0.01, 0.08, 0.12, 100)
+    lines = [Line(name, scheme, "vllm 9.9", 4, 8, value, value, value, value, 1) for name in ("base", variant)]
+    row = SimpleNamespace(cell=(variant, scheme), accuracy=value, error=value)
+    ranked = SimpleNamespace(rows=[row, row], runs=1, shown=" · ".join)
+    methods = [SimpleNamespace(name=f"{i}{variant}", loss={scheme: value}) for i in range(3)]
+    by_size = SimpleNamespace(methods=methods, parameters={scheme: 10**6}, n=100, over="questions")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # matplotlib warns if labels leave no space for a panel
+        figures.matrix(found, tmp_path / "matrix.png")
+        figures.survival(found, tmp_path / "survival.png")
+        figures.layer_error(weights().replace(renamed), tmp_path / "error.png")
+        figures.spread(measured().replace(renamed), tmp_path / "spread.png")
+        figures.movement(measured().replace(renamed), tmp_path / "movement.png")
+        figures.schemes(stored().replace(renamed), tmp_path / "schemes.png")
+        figures.behaviour(divergences().replace(renamed), tmp_path / "behaviour.png")
+        figures.speeds(lines, tmp_path / "speeds.png")
+        figures.methods(ranked, "A title", tmp_path / "methods.png")
+        figures.sizes(by_size, "A title", tmp_path / "sizes.png")
+    assert all(is_picture(path) for path in tmp_path.iterdir()) and len(list(tmp_path.iterdir())) == 10
+
+
+def test_a_shortened_label_keeps_both_of_its_ends():
+    assert canvas.shortened("grpo · awq") == "grpo · awq"
+    labels = [canvas.shortened(f"{'a-long-name-' * 20}{number}") for number in (1, 2)]
+    assert labels[0] != labels[1] and {len(label) for label in labels} == {canvas.LABEL_CHARACTERS}
+    assert labels[0].startswith("a-long-name-") and "…" in labels[0] and labels[0].endswith("1")
 
 
 def test_an_interval_is_never_broken_across_lines():
