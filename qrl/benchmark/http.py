@@ -116,7 +116,7 @@ class Client(AbstractContextManager):
         folder = self._folder / str(self._measurements)
         folder.mkdir()
         plan: dict[Path, dict[str, float]] = {}  # file of a result → the load that it is measured under
-        if not self._measurements:
+        if not self._measurements:  # the server's first requests compile and allocate
             plan[folder / "warm-up.json"] = {"clients": max(settings.batches)}
         self._measurements += 1
         for number in range(settings.rounds):

@@ -67,6 +67,7 @@ def sensitivity(model: PreTrainedModel, texts: Texts, settings: Diagnose = Diagn
         if isinstance(module, torch.nn.Linear) and layer >= 0:
             layers.setdefault(layer, []).append(module)
     sums: dict[int, list[Sums]] = {layer: [] for layer in sorted(layers)}
+    # Batches outside, layers inside: logits at full precision are computed once, and only one batch of them is kept.
     for batch in _batches(texts):
         full = _log_probabilities(model, batch)
         for layer, of_texts in sums.items():

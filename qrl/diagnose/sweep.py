@@ -58,6 +58,7 @@ def sweep(
                     add(accumulator, first, *blocks)
             return name, accumulator
 
+        # `map` keeps the order, so the parts of a matrix follow each other, whichever thread was first.
         for name, parts in groupby(run(work, pieces), key=lambda part: part[0]):
             total = start(name)
             for _, part in parts:
@@ -81,6 +82,7 @@ def _pool(device: str) -> Iterator[tuple[Callable, Callable, Callable]]:
     all_readers: list[Rows] = []
 
     def reader(source: int, folder: Path | str) -> Rows:
+        # A reader has one buffer, which its next read overwrites: each thread has its own for each source.
         readers = of_thread.__dict__.setdefault("readers", {})
         if (source, folder) not in readers:
             readers[source, folder] = Rows(folder, device)

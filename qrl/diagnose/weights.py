@@ -71,6 +71,7 @@ def measure(
             unfinished[name] = scan
         progress(1)
 
+    # Float32 weights have too many values to count each: the first pass found where the median is, this one finds it.
     def start_median(name: str) -> ExactMedian:
         return ExactMedian(unfinished[name].sizes, settings.outlier_multiplier)
 

@@ -90,7 +90,7 @@ def wrapped(title: str, width: float) -> str:
 
 def finish(figure: Figure, title: str, note: str, path: str | Path) -> None:
     """Put the title above and the note below, and write the file, whole or not at all."""
-    title = wrapped(title, figure.get_figwidth())
+    title = wrapped(title, figure.get_figwidth())  # matplotlib would let it run out of the figure
     figure.suptitle(title, x=0.01, ha="left", size=13, weight="bold", color=INK)
     figure.supxlabel(note, x=0.01, ha="left", size=8.5, color=FAINT)
     with written_whole(Path(path)) as partial:

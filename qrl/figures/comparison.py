@@ -110,6 +110,7 @@ def survival(comparison: Comparison, path: str | Path) -> None:
     full_gains = [comparison.row(FULL, row.variant).delta for row, _, _ in rows]
     half_gains = [gain.estimate / 2 if gain.low > 0 else None for gain in full_gains]
     left, right = _limits(rows, half_gains)
+    # Shades and the line at half of the gain need a gain: where none is shown, they would say something about noise.
     for y, ((_, verdict, value), half_gain) in enumerate(zip(rows, half_gains, strict=True)):
         if half_gain is not None:
             _shade_verdicts(axes, y, -half_gain, -verdict.margin, (left, right))

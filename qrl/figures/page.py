@@ -46,6 +46,7 @@ def html(macro: str, **values: object) -> str:
 
 @cache
 def _macros() -> ModuleType:
+    """Return the template's macros; jinja2 escapes values, since names and answers come from models and users."""
     from jinja2 import Environment, PackageLoader
 
     folder = Environment(loader=PackageLoader("qrl", "figures"), autoescape=True, trim_blocks=True, lstrip_blocks=True)

@@ -30,7 +30,7 @@ OLDER = (
     "loss is larger than the margin, and reduced did not exist: run compare again for the present verdicts."
 )
 CHANGED = (
-    "Answers that quantization turned wrong or right, beside those at full precision; some of each, "
+    "Answers that quantization turned wrong or right, next to those at full precision; some of each, "
     "all of them are in questions.parquet."
 )
 

@@ -1,4 +1,8 @@
-"""Benchmark stages, versions or checkpoints side by side: a nested run for each, a table and a figure for all."""
+"""Benchmark stages, versions or checkpoints side by side: a nested run for each, a table and a figure for all.
+
+There are three measurements: all models in this process, in rounds that alternate; a server that runs already, with
+rising numbers of clients; and the requests a second that a server of each model holds.
+"""
 
 import contextlib
 import http.client
@@ -226,7 +230,7 @@ def _cache_dtype(model: ServedModel, kv_fp8: bool) -> str:
 @contextlib.contextmanager
 def _serving(model: ServedModel) -> Iterator[str]:
     """Serve a model with vLLM on a free port; give its address."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # only to learn a free port
         host, port = listening.getsockname()
     with Engine(engines.VLLM) as child:
         child.load(model, (host, port))

@@ -1,4 +1,9 @@
-"""Compare cells: from their runs, from a file of outcomes, or from counts."""
+"""Compare cells: from their runs, from a file of outcomes, or from counts.
+
+`compare` and `methods` read runs and log to MLflow; `files` reads anything and writes a folder. They compute with
+`qrl.compare` and write with the same functions, so that a table does not depend on where its outcomes came from.
+MLflow is imported within functions, since it takes a second, and whoever compares files needs no store.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +52,7 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
         cells: run ids of the cells' evaluations.
         failing: verdicts, as for `check_verdicts`, which is called last.
     """
-    from qrl.steps import outcome  # imports MLflow, which takes a second
+    from qrl.steps import outcome
     from qrl.tracking import cells as evaluated
     from qrl.tracking import contents, keys, reuse, runs
 
@@ -60,6 +65,7 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
         workspace(f"compare-{key[:16]}") as work,
         runs.step("compare", recipe, sections=("compare",), tags={names.TAG_CACHE_KEY: key}),
     ):
+        # The rows of all cells in one file, so that any other statistic can be computed without a GPU.
         tables.join(row_files, work / names.QUESTIONS, {"scheme": names.scheme})
         warnings = [*notes_on(comparison), *notes.of_updates(_stored_updates(cells))]
         text = write(comparison, work, warnings)
@@ -76,6 +82,7 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
             click.echo(f"Logged to run {runs.active_id()}: {TABLE_FILES}.", err=True)
             outcome.compared(recipe, cells)
 
+        # What a later study finds instead of comparing the same cells again.
         artifacts = sorted(path.name for path in work.iterdir())
         values = {"sentence": comparison.sentence(), "metrics": comparison.metrics()}
         reuse.record_outputs(artifacts=artifacts, values=values)

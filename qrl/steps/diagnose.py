@@ -1,4 +1,8 @@
-"""Diagnose: what training and quantization did to the weights, layer by layer."""
+"""Diagnose: what training and quantization did to the weights, layer by layer.
+
+Three measurements, a table each: the weights at full precision and how far training moved them; what each scheme stores
+of them and of their update; and how far quantization moves next-token distributions, the only one that runs the models.
+"""
 
 import math
 import tempfile
@@ -121,6 +125,7 @@ def _measure(recipe: Recipe, full: dict[str, Path], quantized: Quantized, out: P
     from qrl.diagnose import movement  # here and below: they load torch, which a reused step does not need
 
     movement.check_same(full[names.BASE], full[names.GRPO])
+    # The only measurement that needs no quantized checkpoint: it rounds the weights itself, as a proxy.
     of_weights, metrics = _measure_weights(recipe, full)
     _write(of_weights, out / names.WEIGHTS)
 

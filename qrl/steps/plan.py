@@ -57,6 +57,7 @@ def make(
 
     if out:
         _write(planned, text, Path(out))
+    # Planning needs no store; only `mlflow run -e plan` has opened a run that would stay empty.
     if os.environ.get("MLFLOW_RUN_ID"):
         _log(planned, text)
     click.echo(text)

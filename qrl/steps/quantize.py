@@ -1,4 +1,8 @@
-"""Quantize checkpoints under one scheme or several, with a nested run and a logged model for each result."""
+"""Quantize checkpoints under one scheme or several, with a nested run and a logged model for each result.
+
+Every variant is calibrated on the same questions, so that quantized models differ in nothing but the weights that they
+were made from. A scheme and its settings are checked against every checkpoint before the first one is quantized.
+"""
 
 from __future__ import annotations
 
@@ -67,6 +71,7 @@ def quantize(recipe: Recipe, schemes: tuple[str, ...], models: str | None) -> No
     objections.insist()
     process.hush_transformers()
     device = devices.choose(recipe.device)
+    # Questions are drawn once for each scheme, before a run is opened: too few of them is bad input.
     texts_of_schemes = [Texts(recipe, settings, device) for settings in settings_of_schemes]
     need(WORK, max(source.bytes for source in checkpoints.values()), "A quantized copy of the model")
     store.prepare()
@@ -176,6 +181,7 @@ class Texts:
         self._questions: list[tasks.Question] = []  # of the task, if texts are made from these
         self._file_texts: list[str] = []  # else the texts themselves
 
+        # Questions of the training split: held-out ones would show the quantizer what it is measured on.
         seeded = recipe.model_copy(update={"seed": settings.seed})
         self._probe_questions = inputs.questions(seeded, "train", error.ROWS)
         if not settings.calibration:

@@ -1,4 +1,9 @@
-"""Serve a registered stage: resolve it once, check it, and hand it to an engine."""
+"""Serve a registered stage: resolve it once, check it, and hand it to an engine.
+
+With `--follow` a stage is resolved again every few seconds. The engine of a newer version starts next to the old one
+and takes over once it answers. `qrl.serve` knows neither the registry nor MLflow, so callbacks resolve versions here,
+and print and log each move.
+"""
 
 import itertools
 import json
@@ -41,7 +46,7 @@ def serve(
     """Serve the version at a stage until Ctrl-C; print version and address once it answers.
 
     The engine starts first: it imports its libraries while the stage is resolved, and loads weights while they are
-    hashed.
+    hashed, so that a check of every byte costs no time.
 
     Args:
         recipe: gives the registered model, the device and the dtype.

@@ -72,7 +72,7 @@ class Answers:
 
 
 def answers(key: str) -> Answers | None:
-    """Return the newest answers with this key in the active experiment whose rows are as they were sealed."""
+    """Return the newest answers with this key in the active experiment that have the rows that were sealed."""
     for run in reuse.answered(key):
         try:
             rows = contents.artifact(run.info.run_id, names.QUESTIONS)
