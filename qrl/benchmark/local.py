@@ -51,7 +51,11 @@ class Transformers:
             output = self._model.generate(**batch, generation_config=settings, stopping_criteria=[tick])
         answers = output.sequences[:, batch["input_ids"].shape[1] :].tolist()
 
-        end_tokens = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
+        end_tokens = set()
+        if isinstance(eos_token_id, int):
+            end_tokens = {eos_token_id}
+        elif eos_token_id:
+            end_tokens = set(eos_token_id)
         requests = []
         for token_ids, prompt in zip(answers, prompts, strict=True):
             # Shorter answers are padded to the longest, so the end token says how long each one is.
@@ -71,12 +75,35 @@ class Transformers:
 class Vllm:
     """A checkpoint in vLLM, with its own kernels, batches and times of each request."""
 
-    def __init__(self, path: Path, device: str, dtype: str, **sizes) -> None:
-        """Load it; `sizes` are `max_tokens`, `sequences`, `memory`, `cache_gib`, `kv_fp8` of `engine.vllm.Vllm`."""
-        self._loaded = vllm.Vllm(path, device, dtype, deterministic=False, seed=0, timed=True, **sizes)
+    def __init__(
+        self,
+        path: Path,
+        device: str,
+        dtype: str,
+        *,
+        max_tokens: int,
+        sequences: int,
+        memory: float,
+        cache_gib: float | None = None,
+        kv_fp8: bool = False,
+    ) -> None:
+        """Load it; arguments as for `engine.vllm.Vllm`."""
+        self._loaded = vllm.Vllm(
+            path,
+            device,
+            dtype,
+            deterministic=False,
+            seed=0,
+            timed=True,
+            max_tokens=max_tokens,
+            sequences=sequences,
+            memory=memory,
+            cache_gib=cache_gib,
+            kv_fp8=kv_fp8,
+        )
         self.name = self._loaded.name
         self.weights_bytes = self._loaded.weights_bytes
-        cache_dtype = "float8_e4m3fn" if sizes.get("kv_fp8") else self._loaded.dtype
+        cache_dtype = "float8_e4m3fn" if kv_fp8 else self._loaded.dtype
         self._token_bytes = token_bytes(AutoConfig.from_pretrained(path), cache_dtype)
 
     def ask(self, prompts: Prompts, *, new_tokens: int, fixed: bool) -> BatchResult:

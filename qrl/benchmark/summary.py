@@ -46,7 +46,7 @@ def lines(frame: pd.DataFrame) -> list[Line]:
     lines_of_cells = []
     for cell in cells:
         for batch in sorted(frame["batch"].unique()):
-            reference = None if cell == first_cell else groups[*first_cell, batch]
+            reference = groups[*first_cell, batch] if cell != first_cell else None
             lines_of_cells.append(_line(groups[*cell, batch], reference))
     return lines_of_cells
 

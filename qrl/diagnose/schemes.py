@@ -201,7 +201,10 @@ def _fit(values: Tensor, original: Tensor, dim: int) -> Tensor:
     for block, original_block in zip(_blocks(values), _blocks(original), strict=True):
         true = original_block.float()
         sums.append(torch.stack([(block * true).sum(dim), true.square().sum(dim)]))
-    product, energy = torch.stack(sums).sum(0) if dim == 0 else torch.cat(sums, 1)
+    if dim == 0:
+        product, energy = torch.stack(sums).sum(0)  # every block has all columns
+    else:
+        product, energy = torch.cat(sums, 1)
     factor = product / energy
     return factor.where(factor.isfinite() & (factor > 0), 1.0)
 

@@ -58,12 +58,16 @@ def forest(rows: Sequence[Row], table: Mapping[str, Any]) -> dict | None:
         title += f". {BOUNDS}"
     if any(row.entry.get("per_seed") for row in rows):
         title += ". Strokes: each seed"
-    layout = {
-        "yaxis": {"type": "category", "autorange": "reversed", "showticklabels": False},
-        "xaxis": axis("gain survival (accuracy)", nticks=6),
-        "margin": {"l": 15, "r": 15, "t": 20, "b": 50},
-    }
-    return plotly_figure(traces, title, 120 + 80 * len(rows), shapes=shapes, annotations=notes, **layout)
+    return plotly_figure(
+        traces,
+        title,
+        120 + 80 * len(rows),
+        shapes=shapes,
+        annotations=notes,
+        xaxis=axis("gain survival (accuracy)", nticks=6),
+        yaxis={"type": "category", "autorange": "reversed", "showticklabels": False},
+        margin={"l": 15, "r": 15, "t": 20, "b": 50},
+    )
 
 
 def headline(entry: Mapping[str, Any]) -> str:

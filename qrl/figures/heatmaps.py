@@ -198,8 +198,9 @@ def _draw_panel(figure, axes, panel: Panel) -> None:
     values = panel.values.to_numpy(dtype=float)
     colours = {"cmap": SIZES}
     if panel.signed:
-        largest = np.nanmax(np.abs(values)) if np.isfinite(values).any() else 1.0
-        limit = largest or 1  # a map of zeros needs a range too
+        limit = 1.0  # of a map of zeros, or without any number
+        if np.isfinite(values).any():
+            limit = np.nanmax(np.abs(values)) or limit
         colours = {"cmap": DIFFERENCES, "vmin": -limit, "vmax": limit}
     image = axes.imshow(values, aspect="auto", interpolation="nearest", **colours)
     axes.set_title(panel.title, loc="left", size=10, color=INK, pad=4)

@@ -38,8 +38,13 @@ def _map(panel: heatmaps.Panel) -> dict:
         trace |= {"colorscale": DIFFERENCES, "zmid": 0}
     else:
         trace["colorscale"] = "Cividis"
-    axes = {"xaxis": axis("layer", type="category"), "yaxis": {"autorange": "reversed"}}
-    return plotly_figure([trace], panel.title, 150 + 24 * len(panel.values), **axes)
+    return plotly_figure(
+        [trace],
+        panel.title,
+        150 + 24 * len(panel.values),
+        xaxis=axis("layer", type="category"),
+        yaxis={"autorange": "reversed"},
+    )
 
 
 def _outliers(weights: pd.DataFrame) -> dict:
@@ -50,8 +55,13 @@ def _outliers(weights: pd.DataFrame) -> dict:
         _matrices(variant, number, hover, rows, "abs_outlier_frac", error_column(weights))
         for number, (variant, rows, *_) in enumerate(by_variant(weights))
     ]
-    axes = {"xaxis": axis("share of outliers"), "yaxis": axis(f"relative {proxy} error")}
-    return plotly_figure(traces, f"Outliers and {proxy} error of each matrix", 420, **axes)
+    return plotly_figure(
+        traces,
+        f"Outliers and {proxy} error of each matrix",
+        420,
+        xaxis=axis("share of outliers"),
+        yaxis=axis(f"relative {proxy} error"),
+    )
 
 
 def _update_survival(stored: pd.DataFrame) -> dict | None:
@@ -64,12 +74,14 @@ def _update_survival(stored: pd.DataFrame) -> dict | None:
         _matrices(str(scheme), number, hover, rows, "update_survival", "update_cosine")
         for number, (scheme, rows) in enumerate(by_scheme, 1)
     ]
-    axes = {
-        "xaxis": axis("length of the stored update over the true one", type="log"),
-        "yaxis": axis("cosine with the true update", range=[-0.05, 1.05]),
-    }
     title = "How much of the update each scheme stores, by matrix (1, 1: all of it)"
-    return plotly_figure(traces, title, 420, **axes)
+    return plotly_figure(
+        traces,
+        title,
+        420,
+        xaxis=axis("length of the stored update over the true one", type="log"),
+        yaxis=axis("cosine with the true update", range=[-0.05, 1.05]),
+    )
 
 
 def _divergence(behaviour: pd.DataFrame) -> list[dict]:
@@ -93,8 +105,7 @@ def _divergence_by(rows: pd.DataFrame, category: str, axis_label: str, measure: 
         traces.append(bars(variant, number, [str(value) for value in variant_rows[category]], intervals))
     title = f"{divergence.AXES[measure]}; n = {rows['n'].min():,} texts"
     range_mode = "tozero" if measure == "kl" else "normal"
-    axes = {"xaxis": axis(axis_label, type="category"), "yaxis": {"rangemode": range_mode}}
-    return plotly_figure(traces, title, 360, **axes)
+    return plotly_figure(traces, title, 360, xaxis=axis(axis_label, type="category"), yaxis={"rangemode": range_mode})
 
 
 def bars(name: str, number: int, x: list, intervals: list[tuple[float, float, float]]) -> dict:

@@ -116,8 +116,7 @@ def _accuracies(table: Mapping[str, Any]) -> dict:
         traces.append(interactive.bars(variant, number, list(cells), intervals))
     n = min(cell["n"] for by_variant in cells.values() for cell in by_variant.values())
     title = f"Accuracy with its 95 % interval; n = {n:,} questions per cell"
-    layout = {"xaxis": {"type": "category"}, "yaxis": axis("accuracy"), "scattermode": "group"}
-    return plotly_figure(traces, title, 420, **layout)
+    return plotly_figure(traces, title, 420, xaxis={"type": "category"}, yaxis=axis("accuracy"), scattermode="group")
 
 
 def _training_sections(history: pd.DataFrame) -> list[Section]:

@@ -66,7 +66,7 @@ def _labelled(positions: list[int | str]) -> list[int | str]:
     """Return the positions that get a label: all names, and every so many layers."""
     layers = [position for position in positions if isinstance(position, int)]
     step = math.ceil(len(layers) / MOST_TICKS)
-    labelled_layers = set(layers[::step]) if layers else set()
+    labelled_layers = set(layers[:: max(1, step)])
     return [position for position in positions if isinstance(position, str) or position in labelled_layers]
 
 

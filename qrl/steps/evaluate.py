@@ -223,14 +223,18 @@ def _evaluate_cell(
         else:
             cell_answers = ask(cell, bar.update)
 
+        # A user's checkpoint is copied into the store only now, when there are answers to log with it.
         uri = record.given(cell.recipe, cell.address, cell.weights, cell.variant, names.stored(cell.scheme))
         judgement = _judge(cell, cell_answers, uri, full_precision)
         if judgement.note:
             cell_answers = replace(cell_answers, frame=health.marked(cell_answers.frame, judgement.note))
 
+        # Logged under the model too: a registered version shows no metrics of its own.
         metrics = scores.metrics(cell_answers)
         _log_scores(cell, metrics, uri, questions_digest)
-        training_seed = lineage.training_seed(uri) if cell.variant != names.BASE else None
+        training_seed = None  # base has none
+        if cell.variant != names.BASE:
+            training_seed = lineage.training_seed(uri)
         _log_conditions(cell, cell_answers, training_seed)
 
         receipt = cell_answers.receipt | {
@@ -339,8 +343,10 @@ def _judge(
         return _Judgement([], [])
 
     full = _variant_at_full_precision(cell, uri, full_precision)
-    did_quantization = bool(full.rates) and not full.problems
-    note = health.note(rates, full.rates, broken_limits) if did_quantization else ""
+    note = ""
+    is_healthy_at_full_precision = bool(full.rates) and not full.problems
+    if is_healthy_at_full_precision:  # so quantization is to blame, and the cell counts
+        note = health.note(rates, full.rates, broken_limits)
     return _Judgement(broken_limits, problems, note, full)
 
 

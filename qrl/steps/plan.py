@@ -92,7 +92,10 @@ def read_pilot(path: str, scheme: str | None, reference: str | None) -> tuple[di
             f"The pilot {path} has the quantized schemes {', '.join(rows) or 'none'}, "
             f"but {scheme or 'at least one'} is needed: name one of its own."
         )
-    row = rows[scheme] if scheme else min(rows.values(), key=lambda row: row.gain_survival.estimate)
+    if scheme:
+        row = rows[scheme]
+    else:  # a plan for the scheme that loses most is enough for the others
+        row = min(rows.values(), key=lambda row: row.gain_survival.estimate)
     gain = comparison.row(names.FULL, trained).delta
     survival = row.gain_survival
     if not gain.estimate > 0:

@@ -37,7 +37,9 @@ _COSTS = ("bytes", "bits_per_weight", "bits_per_parameter", "seconds")
 
 def variant_addresses(recipe: Recipe, models: str | None) -> dict[str, str]:
     """Return the addresses in `variant=model,…`; default: the recipe's model as base."""
-    return inputs.pairs(models, "a variant and its model") if models else {names.BASE: recipe.model}
+    if models:
+        return inputs.pairs(models, "a variant and its model")
+    return {names.BASE: recipe.model}
 
 
 def sources(recipe: Recipe, models: str | None) -> dict[str, checkpoint.Checkpoint]:
