@@ -190,7 +190,9 @@ def markdown(measured: Sequence[Capacity]) -> str:
         rows.append([capacity.label, capacity.text, *speeds, cache_mb])
 
     first = measured[0]
-    points = [point for capacity in measured for point in capacity.points]
+    points = []
+    for capacity in measured:
+        points += capacity.points
     note = (
         f"{first.engine}; `vllm bench serve`, open-loop Poisson arrivals. The limit is a 95th percentile of latency of "
         f"{first.limit_s:g} s; rates were tried down to steps of 2^(1/8). Brackets are 95 % intervals over "

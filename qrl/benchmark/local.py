@@ -62,8 +62,11 @@ class Transformers:
             last = next((index for index, token in enumerate(token_ids) if token in end_tokens), len(token_ids) - 1)
             requests.append(Request(len(prompt), last + 1, token_times[0] - began, token_times[last] - began))
 
-        cache = [tensor for layer in output.past_key_values.layers for tensor in (layer.keys, layer.values)]
-        cache_bytes = sum(tensor.nbytes for tensor in cache if tensor is not None)
+        cache_bytes = 0
+        for layer in output.past_key_values.layers:
+            for tensor in (layer.keys, layer.values):
+                if tensor is not None:
+                    cache_bytes += tensor.nbytes
         return BatchResult(tuple(requests), token_times[-1] - began, cache_bytes)
 
     def _now(self) -> float:

@@ -45,7 +45,10 @@ def sweep(
     Yields:
         Each name with its complete accumulator, in the order of `matrices`.
     """
-    pieces = [(name, sources, rows) for name, sources in matrices for rows in _pieces(sources[0][1], BLOCK[device])]
+    pieces = []
+    for name, sources in matrices:
+        _, entry = sources[0]
+        pieces += [(name, sources, rows) for rows in _pieces(entry, BLOCK[device])]
     with _pool(device) as (run, reader, stream):
 
         def work(piece: tuple[str, Sources, range]) -> tuple[str, T]:

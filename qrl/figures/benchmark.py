@@ -91,7 +91,9 @@ def capacities(measured: Sequence[Capacity], path: str | Path) -> None:
     _set_plain_numbers(axes)
     axes.set_xlabel("requests a second, as they arrive")
     axes.set_ylabel("latency p95, seconds")
-    points = [point for capacity in measured for point in capacity.points]
+    points = []
+    for capacity in measured:
+        points += capacity.points
     ticks = sorted({2.0 ** round(math.log2(point.rate)) for point in points})
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
@@ -110,7 +112,9 @@ def _set_plain_numbers(axes) -> None:
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-    ticks = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]
+    ticks = []
+    for decade in decades:
+        ticks += [step * 10.0**decade for step in (1, 2, 5)]
     if high < 10 * low:
         ticks = MaxNLocator(5, integer=low >= 1000).tick_values(low, high)
     axes.set_yticks([tick for tick in ticks if low <= tick <= high])  # fixed: LogLocator may find none on a short axis

@@ -254,7 +254,9 @@ def _trained(rows: Sequence[Row]) -> str:
 
 def cells_table(table: Mapping[str, Any], rows: list[Row], sizes: Mapping[str, int]) -> str:
     """Return the table of cells, a row per trained variant and scheme."""
-    counts = [cell["n"] for entry in table.values() for cell in entry["cells"].values()]
+    counts = []
+    for entry in table.values():
+        counts += [cell["n"] for cell in entry["cells"].values()]
     questions = f"{min(counts):,} to {max(counts):,}"
     if min(counts) == max(counts):
         questions = f"{counts[0]:,}"

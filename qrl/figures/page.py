@@ -30,8 +30,9 @@ class Section(NamedTuple):
 
 def write(title: str, head: str, sections: Sequence[Section], path: str | Path, foot: str = "") -> None:
     """Write the page, whole or not at all; `title` is of the browser's tab, `head` and `foot` are from `html`."""
-    items = [item for section in sections for item in section.content]
-    plots = [item for item in items if isinstance(item, dict)]
+    plots = []
+    for section in sections:
+        plots += [item for item in section.content if isinstance(item, dict)]
     figures = {f"figure{number}": plot for number, plot in enumerate(plots)}
     data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")  # `<!--<script` would swallow what follows
     text = html("page", title=title, head=head, sections=sections, foot=foot, figures=data, library=_plotly())

@@ -114,7 +114,7 @@ def _accuracies(table: Mapping[str, Any]) -> dict:
             for by_variant in cells.values()
         ]
         traces.append(interactive.bars(variant, number, list(cells), intervals))
-    n = min(cell["n"] for by_variant in cells.values() for cell in by_variant.values())
+    n = min(min(cell["n"] for cell in by_variant.values()) for by_variant in cells.values())
     title = f"Accuracy with its 95 % interval; n = {n:,} questions per cell"
     return plotly_figure(traces, title, 420, xaxis={"type": "category"}, yaxis=axis("accuracy"), scattermode="group")
 

@@ -65,10 +65,10 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
     measured_subjects = subjects(recipe, stages, models)
     questions = inputs.questions(recipe, "heldout", max(recipe.benchmark.requests, *recipe.benchmark.batches))
     template = prompt.of(recipe)
-    prompts = [
-        [prompt.render(tokenizer, question.question, template) for question in questions]
-        for tokenizer in (hf.tokenizer(subject.path) for subject in measured_subjects)
-    ]
+    prompts = []  # of each subject, since tokenizers and chat templates may differ
+    for subject in measured_subjects:
+        tokenizer = hf.tokenizer(subject.path)
+        prompts.append([prompt.render(tokenizer, question.question, template) for question in questions])
 
     params = {"device": device, "models": ", ".join(subject.label for subject in measured_subjects)}
     with (
@@ -98,7 +98,7 @@ def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device
     settings = recipe.benchmark
     evaluation = recipe.evaluate
     check_kv((subject.scheme for subject in subjects), evaluation.engine)
-    longest_prompt = max(len(token_ids) for subject_prompts in prompts for token_ids in subject_prompts)
+    longest_prompt = max(max(map(len, subject_prompts)) for subject_prompts in prompts)
 
     def open_engine(subject: Subject) -> bench.Engine:  # as evaluation loads it
         if evaluation.engine == hf.NAME:

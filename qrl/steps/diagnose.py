@@ -47,11 +47,10 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
 
     store.prepare()
     digests = {variant: checkpoint.digest(path) for variant, path in full.items()}
-    cell_digests = {
-        f"{variant}:{scheme}": checkpoint.digest(path)
-        for scheme, paths in quantized_paths.items()
-        for variant, path in paths.items()
-    }
+    cell_digests = {}
+    for scheme, paths in quantized_paths.items():
+        for variant, path in paths.items():
+            cell_digests[f"{variant}:{scheme}"] = checkpoint.digest(path)
     key = keys.diagnosis(recipe, digests[names.BASE], digests[names.GRPO], cell_digests)
     with (
         workspace(f"diagnose-{key[:16]}") as work,
