@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 # The process that starts this one gives its own list of paths: Jinja is found where that process finds it.
 if __name__ == "__main__":
@@ -35,7 +35,7 @@ LONGEST_PROMPT = 1 << 22  # characters
 class Generation(Extension):
     """The tag `{% generation %}…{% endgeneration %}`, which marks the model's own turns and changes no text."""
 
-    tags = {"generation"}
+    tags: ClassVar = {"generation"}
 
     def parse(self, parser: Parser) -> nodes.Node:
         line_number = next(parser.stream).lineno

@@ -23,7 +23,8 @@ TEMPLATES = {
     "generation": "{% generation %}{{ messages[0].content }}{% endgeneration %}",
     "date": "{{ strftime_now('%Y') }}",
     "blank lines": "\n{%- for m in messages -%}\n {{ m.role }}\n{%- endfor %}\n{# a comment #}\n",
-    "filters": "{{ messages | map(attribute='role') | join(', ') | upper }}{{ missing | default('none') }}{{ missing }}",
+    "filters": "{{ messages | map(attribute='role') | join(', ') | upper }}{{ missing | default('none') }}",
+    "missing": "[{{ missing }}]",
     "undefined": "{{ documents is none }}{{ tools is defined }}{{ add_generation_prompt }}",
 }
 HOSTILE = {
