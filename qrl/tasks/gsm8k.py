@@ -11,13 +11,15 @@ from qrl.tasks.number import text
 from qrl.tasks.numeric import strict
 from qrl.tasks.question import Question
 
-HUB, CONFIG = "openai/gsm8k", "main"
+HUB = "openai/gsm8k"
+CONFIG = "main"  # the other one, `socratic`, has solutions as questions and answers
 CALCULATOR = re.compile(r"<<[^<>\n]*>>")  # GSM8K's calculator annotations, `<<48/2=24>>`, are not part of the prose
 
 
 def of_hub(split: str, mirror: Path | None = None) -> Iterator[rows.Row]:
     """Return the rows of a split; the held-out split is the hub's `test`."""
-    return rows.of_hub(HUB, CONFIG, "test" if split == "heldout" else "train", mirror)
+    hub_split = "test" if split == "heldout" else "train"
+    return rows.of_hub(HUB, CONFIG, hub_split, mirror)
 
 
 def question(name: str, where: str, row: dict[str, Any]) -> Question:

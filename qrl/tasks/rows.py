@@ -33,22 +33,27 @@ def of_file(path: Path) -> Iterator[Row]:
     reading.check(path, reading.TABLE_BYTES)
     with path.open("rb") as lines:  # not splitlines: JSON strings may hold characters that it takes for line ends
         for number, line in enumerate(lines, 1):
-            if text := line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if text.strip():
                 where = f"{path}, line {number}"
-                yield where, _object(where, text)
+                yield where, _object(where, text.strip())
 
 
 def is_mirror(folder: Path) -> bool:
     """Return whether a folder holds copies of the hub's data sets, as OWNER/NAME, instead of files for the splits."""
-    return not any((folder / name).exists() for name in FILES.values()) and any(folder.glob("*/*/README.md"))
+    has_splits = any((folder / name).exists() for name in FILES.values())
+    return not has_splits and any(folder.glob("*/*/README.md"))
 
 
 def files(folder: Path) -> list[Path]:
     """Return the files that decide what a data folder holds, sorted: its JSONL files, or all files of a mirror."""
     if is_mirror(folder):
-        paths = [path for place in folder.glob("*/*") if place.is_dir() for path in reading.walk(place)]
+        paths: list[Path] = []
+        for repository in folder.glob("*/*"):
+            if repository.is_dir():
+                paths += reading.walk(repository)
     else:
-        paths = folder.glob("*.jsonl")
+        paths = list(folder.glob("*.jsonl"))
     return sorted(path for path in paths if path.is_file() and ".cache" not in path.relative_to(folder).parts)
 
 
@@ -62,10 +67,13 @@ def of_hub(name: str, config: str | None, split: str, mirror: Path | None = None
     try:
         table = datasets.load_dataset(str(copy or name), config, split=split)
     except Exception as error:  # a dozen kinds, by network, proxy and cache; the remedy is the same for all
-        failed = f"{copy} could not be loaded" if copy else f"{name} could not be loaded from the hub"
-        connect = "connect to it, or pass a folder with train.jsonl and test.jsonl as data"
-        remedy = f"download {name} into it again, whole" if copy else connect
-        raise BadInput(f"{failed} ({type(error).__name__}): {remedy}.") from error
+        if copy is None:
+            failure = f"{name} could not be loaded from the hub"
+            remedy = "connect to it, or pass a folder with train.jsonl and test.jsonl as data"
+        else:
+            failure = f"{copy} could not be loaded"
+            remedy = f"download {name} into it again, whole"
+        raise BadInput(f"{failure} ({type(error).__name__}): {remedy}.") from error
     return ((f"{name} {config or ''} {split}, row {index}", row) for index, row in enumerate(table))
 
 
@@ -76,13 +84,13 @@ def from_cache() -> Iterator[None]:
     import huggingface_hub
 
     switches = (datasets.config, huggingface_hub.constants)
-    before = [switch.HF_HUB_OFFLINE for switch in switches]
+    former_values = [switch.HF_HUB_OFFLINE for switch in switches]
     try:
         for switch in switches:
             switch.HF_HUB_OFFLINE = True
         yield
     finally:
-        for switch, value in zip(switches, before, strict=True):
+        for switch, value in zip(switches, former_values, strict=True):
             switch.HF_HUB_OFFLINE = value
 
 
@@ -119,22 +127,24 @@ def texts(file: Path, n: int, setting: str = "quantize.calibration") -> list[str
         BadInput: the file does not exist, a row holds no text, or there are fewer than n.
     """
     try:
-        placed = list(of_file(file))
+        located_rows = list(of_file(file))
     except OSError as error:
         raise BadInput(f"{setting} cannot be read from {file} ({error}): expected a .jsonl file of texts.") from None
-    rows = [row.get("text") for _, row in placed]
-    for (where, _), text in zip(placed, rows, strict=True):
+    texts = []
+    for where, row in located_rows:
+        text = row.get("text")
         if not isinstance(text, str) or not text.strip():
             raise BadInput(f'{where} holds no calibration text: expected rows like {{"text": "…"}}.')
-    check_count(len(rows), n, str(file), setting)
-    return rows[:n]
+        texts.append(text)
+    check_count(len(texts), n, str(file), setting)
+    return texts[:n]
 
 
-def check_count(available: int, n: int, where: str, setting: str = "quantize.calibration") -> None:
+def check_count(available: int, n: int, source: str, setting: str = "quantize.calibration") -> None:
     """Raise BadInput where there are fewer than n texts: settings would record a number that was not used."""
     if available < n:
-        wanted = f"{setting}_samples is {n}"
-        raise BadInput(f"{where} has {available} calibration texts, but {wanted}: lower it, or add texts.")
+        required = f"{setting}_samples is {n}"
+        raise BadInput(f"{source} has {available} calibration texts, but {required}: lower it, or add texts.")
 
 
 def _object(where: str, line: bytes) -> dict[str, Any]:
