@@ -97,11 +97,11 @@ def questions(prefix: str, problems: Iterable[Problem], solve: Callable[[Problem
 def problems(split: str, seed: int | str) -> Iterator[Problem]:
     """Yield different problems of a split ("train" or "heldout") without end."""
     rng = random.Random(f"qrl.arithmetic:{split}:{seed}")
-    seen = set()
+    earlier_texts = set()
     while True:
         problem = draw(rng)
-        if split_of(problem.question) == split and problem.question not in seen:
-            seen.add(problem.question)
+        if split_of(problem.question) == split and problem.question not in earlier_texts:
+            earlier_texts.add(problem.question)
             yield problem
 
 
@@ -116,9 +116,9 @@ def draw(rng: random.Random) -> Problem:
     The order of the draws is part of the data set: another one makes other questions of the same seed.
     """
     people = rng.sample(NAMES, 5)
-    things = _pick(OBJECTS, rng)
+    objects = _pick(OBJECTS, rng)
     start = 2 + int(rng.random() ** 2 * 298)  # small numbers are likelier, as in GSM8K
-    sentences = [_pick(OPENINGS, rng).format(n=people[0], b=start, o=things)]
+    sentences = [_pick(OPENINGS, rng).format(n=people[0], b=start, o=objects)]
     steps: list[Step] = []
 
     person, value = people[0], start
@@ -127,24 +127,24 @@ def draw(rng: random.Random) -> Problem:
     for next_person in people[1 : 1 + step_count]:
         kind = rng.choices(KINDS, WEIGHTS)[0]
         kind, number = _operand(kind, value, rng)
-        sentences.append(_pick(SENTENCES[kind], rng).format(n=person, m=next_person, b=number, o=things))
+        sentences.append(_pick(SENTENCES[kind], rng).format(n=person, m=next_person, b=number, o=objects))
         if kind in STAYS:
             previous = None
-            line = f"{person} now has {{e}} {things}."
+            line = f"{person} now has {{e}} {objects}."
         else:
             previous = (person, value)
             person = next_person
-            line = f"{person} has {{e}} {things}."
+            line = f"{person} has {{e}} {objects}."
         steps.append(Step(kind, number, line))
         value = apply(value, SIGN[kind], number)
 
     # The last two people can be added up if both still have their things, and a step is left for it.
     can_add = previous is not None and steps[-1].kind != "share" and len(steps) < MOST_STEPS
     if can_add and value + previous[1] <= LARGEST and rng.random() < TOGETHER:
-        sentences.append(_pick(SUMS, rng).format(n=previous[0], m=person, o=things))
-        steps.append(Step("together", None, f"Together they have {{e}} {things}."))
+        sentences.append(_pick(SUMS, rng).format(n=previous[0], m=person, o=objects))
+        steps.append(Step("together", None, f"Together they have {{e}} {objects}."))
     else:
-        sentences.append(_pick(ENDINGS, rng).format(n=person, o=things))
+        sentences.append(_pick(ENDINGS, rng).format(n=person, o=objects))
     return Problem(" ".join(sentences), start, tuple(steps))
 
 

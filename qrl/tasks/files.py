@@ -117,11 +117,11 @@ def _too_many_faults(graded: Graded, limit: float) -> str:
     causes = Counter(row.get("fault_cause") or row["fault"] for row in faults)
     cause, count = causes.most_common(1)[0]
     frequency = _counted(count, "time")
-    further = f", {_counted(len(causes) - 1, 'other cause')}" if len(causes) > 1 else ""
+    further_causes = f", {_counted(len(causes) - 1, 'other cause')}" if len(causes) > 1 else ""
+    failures = f"failed on {len(faults)} of {_counted(n, 'completion')} ({frequency}: {cause}{further_causes})"
     return (
-        f"The grader of {graded.task} failed on {len(faults)} of {_counted(n, 'completion')} ({frequency}: "
-        f"{cause}{further}), but at most {limit:.3g} of them may fail, since each counts as wrong: correct the grader, "
-        "or allow more by max_grader_fault_rate."
+        f"The grader of {graded.task} {failures}, but at most {limit:.3g} of them may fail, since each counts as "
+        "wrong: correct the grader, or allow more by max_grader_fault_rate."
     )
 
 
@@ -213,8 +213,10 @@ def _compare_command(graded: Graded, out: str | Path) -> str:
     return process.command("compare", options)
 
 
-def _rate(right: int, n: int) -> str:
-    return f"{right / n:.3f} ± {stats.accuracy(right, n).stderr:.3f}" if n > 1 else f"{right / n:.3f}"
+def _rate(count: int, n: int) -> str:
+    if n < 2:
+        return f"{count / n:.3f}"
+    return f"{count / n:.3f} ± {stats.accuracy(count, n).stderr:.3f}"
 
 
 def _check_row(position: str, row: dict[str, Any]) -> None:

@@ -105,9 +105,11 @@ def text(number: Number) -> str:
 
 
 def _plain_fraction(match: re.Match) -> str:
-    over, under = match.group(1, 2) if match[1] else match.group(3, 4)
+    numerator, denominator = match.group(1, 2) if match[1] else match.group(3, 4)
     follows_digit = match.start() and match.string[match.start() - 1].isdigit()
-    return f" {over}/{under}" if follows_digit else f"{over}/{under}"  # `1\\frac{1}{2}` is `1 1/2`
+    return (
+        f" {numerator}/{denominator}" if follows_digit else f"{numerator}/{denominator}"
+    )  # `1\\frac{1}{2}` is `1 1/2`
 
 
 def _joined_by_slashes(line: str) -> list[list[re.Match]]:
@@ -124,11 +126,11 @@ def _mixed(line: str, whole: list[re.Match], part: list[re.Match]) -> bool:
     """Return whether `whole part` is a mixed number like `1 1/2`: digits, one space between, the part below one."""
     if len(whole) != 1 or len(part) != 2 or not line[whole[0].end() : part[0].start()].isspace():
         return False
-    over = part[0].group()
-    under = part[1].group()
-    all_digits = whole[0].group().isdigit() and over.isdigit() and under.isdigit()
+    numerator = part[0].group()
+    denominator = part[1].group()
+    all_digits = whole[0].group().isdigit() and numerator.isdigit() and denominator.isdigit()
     one_space = part[0].start() - whole[0].end() == 1
-    return all_digits and len(under) < LONGEST and one_space and int(over) < int(under)
+    return all_digits and len(denominator) < LONGEST and one_space and int(numerator) < int(denominator)
 
 
 def _ratio(line: str, parts: list[re.Match]) -> Fraction | None:

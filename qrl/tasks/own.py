@@ -120,11 +120,11 @@ def load(task: str, split: str, n: int | None, seed: int) -> list[Question]:
         questions = function(task, "load")(split, n, seed)
     _check_questions(task, call, questions)
 
-    chosen = questions
+    sample = questions
     if n is not None and n < len(questions):
-        chosen = Random(seed).sample(questions, n)
-    _check_solutions(task, chosen[:_CHECKED_SOLUTIONS])
-    return [replace(question, id=f"{label(task)}-{split}-{question.id}") for question in chosen]
+        sample = Random(seed).sample(questions, n)
+    _check_solutions(task, sample[:_CHECKED_SOLUTIONS])
+    return [replace(question, id=f"{label(task)}-{split}-{question.id}") for question in sample]
 
 
 def _check_questions(task: str, call: str, questions: object) -> None:
@@ -186,8 +186,8 @@ def rewarded(path: str, name: str, completions: Sequence[str], answers: Sequence
     arguments = (name, list(completions), list(answers))
     (rewards,) = limits.called(path, _source(path), begin, _rewarded, [arguments], seconds)
     if rewards is limits.LATE:
-        late = f"took longer than {seconds:g} s for {len(completions)} completions"
-        raise QrlError(f"{path}: {name} {late}: make it faster.")
+        duration = f"took longer than {seconds:g} s for {len(completions)} completions"
+        raise QrlError(f"{path}: {name} {duration}: make it faster.")
     if isinstance(rewards, str):
         raise QrlError(f"{path}: {name} failed ({rewards}): correct it.")
     return rewards

@@ -97,7 +97,7 @@ def check(task: str, template: str | Template) -> None:
     if own.is_file(task) and template in TEMPLATES:
         return
 
-    fitting = [name for name, named in TEMPLATES.items() if named.tasks is None or task in named.tasks]
+    fitting = [name for name, wording in TEMPLATES.items() if wording.tasks is None or task in wording.tasks]
     if template in TEMPLATES:
         mismatch = f"The prompt template '{template}' requests the answer format of {' and '.join(graded_tasks)}"
     else:

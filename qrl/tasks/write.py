@@ -135,8 +135,10 @@ def _hub_math(mirror: Path, parts: dict[str, list[Problem]]) -> None:
         is_test = index >= len(parts["train"]) or index % 3 == 0
         by_subject[_subject(problem)]["test" if is_test else "train"].append(_math(index, "train", problem))
     if not all(splits["train"] and splits["test"] for splits in by_subject.values()):
-        few = f"{len(parts['train'])} training questions are too few to have each of MATH's subjects in both its parts"
-        raise BadInput(f"{few}: give --n 500 or more.")
+        shortage = (
+            f"{len(parts['train'])} training questions are too few to have each of MATH's subjects in both its parts"
+        )
+        raise BadInput(f"{shortage}: give --n 500 or more.")
     _repository(mirror / dataset.WHOLE, by_subject)
 
 
@@ -164,8 +166,8 @@ def _repository(folder: Path, configs: dict[str, dict[str, list[Fields]]], subfo
         data_folder = folder / (subfolder or config)
         data_folder.mkdir(parents=True, exist_ok=True)
         data_files = []
-        for split, rows in splits.items():
-            parquet.write_table(pyarrow.Table.from_pylist(rows), data_folder / PARQUET.format(split))
+        for split, split_rows in splits.items():
+            parquet.write_table(pyarrow.Table.from_pylist(split_rows), data_folder / PARQUET.format(split))
             data_files.append({"split": split, "path": f"{data_folder.name}/{split}-*"})
         card.append({"config_name": config, "data_files": data_files})
     (folder / "README.md").write_text(f"---\n{json.dumps({'configs': card}, indent=1)}\n---\n")
