@@ -112,8 +112,7 @@ def _running_process() -> subprocess.Popen:
     if process is None or process.poll() is not None:
         # -I: neither the working folder nor the user's own packages are on its path before it sets this one's.
         command = [sys.executable, "-I", str(PROGRAM), json.dumps(sys.path)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        process = subprocess.Popen(command, **pipes)
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         _processes[os.getpid()] = process
     return process
 
