@@ -116,16 +116,16 @@ def problems(metrics: Mapping[str, float], settings: Evaluate, n: int) -> list[s
     return sentences
 
 
-def note(metrics: Mapping[str, float], full: Mapping[str, float], beyond: list[str]) -> str:
+def note(metrics: Mapping[str, float], full: Mapping[str, float], broken_metrics: list[str]) -> str:
     """Return what quantization did to a cell's answers: `16 % unfinished, 3 % at full precision`.
 
     Args:
         metrics: of the quantized cell, as `rates` returns them.
         full: of the same variant at full precision.
-        beyond: the metrics whose limits the cell breaks.
+        broken_metrics: the metrics whose limits the cell breaks.
     """
     phrases = []
-    for metric in beyond:
+    for metric in broken_metrics:
         limit = LIMITS[metric]
         share = percent(limit.bad_share(metrics[metric]))
         share_at_full = percent(limit.bad_share(full[metric]))
@@ -138,8 +138,8 @@ def marked(frame: pd.DataFrame, note: str) -> pd.DataFrame:
 
     The grader's own verdict is kept in a column, so that other limits can judge the answers again.
     """
-    counted = frame["correct"].where(~_unfinished(frame), 0)
-    return frame.assign(**{names.GRADED: frame["correct"], "correct": counted, names.UNHEALTHY: note})
+    correct = frame["correct"].where(~_unfinished(frame), 0)
+    return frame.assign(**{names.GRADED: frame["correct"], "correct": correct, names.UNHEALTHY: note})
 
 
 def unmarked(frame: pd.DataFrame) -> pd.DataFrame:
@@ -149,20 +149,20 @@ def unmarked(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(correct=frame[names.GRADED]).drop(columns=[names.GRADED, names.UNHEALTHY])
 
 
-def breaking(frame: pd.DataFrame, beyond: list[str]) -> list[str]:
+def breaking(frame: pd.DataFrame, broken_metrics: list[str]) -> list[str]:
     """Return answers that broke limits as lines for the terminal: two for each limit, fewer where one broke several.
 
     Args:
         frame: a row per answer, as `cells.graded` returns it.
-        beyond: the metrics whose limits are broken.
+        broken_metrics: the metrics whose limits are broken.
     """
-    shown: list[int] = []
-    for metric in beyond:
+    selected: list[int] = []
+    for metric in broken_metrics:
         bad = [index for index, is_bad in enumerate(LIMITS[metric].is_bad(frame)) if is_bad]
-        already_shown = len(set(shown).intersection(bad))
-        new = [index for index in bad if index not in shown]
-        shown += new[: max(0, SHOWN - already_shown)]
-    return [_line(row) for row in frame.iloc[shown].to_dict("records")]
+        already_shown = len(set(selected).intersection(bad))
+        new = [index for index in bad if index not in selected]
+        selected += new[: max(0, SHOWN - already_shown)]
+    return [_line(row) for row in frame.iloc[selected].to_dict("records")]
 
 
 def answers(frame: pd.DataFrame, n: int = SHOWN) -> list[str]:

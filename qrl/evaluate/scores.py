@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def metrics(asked: Asked) -> dict[str, float]:
+def metrics(answers: Asked) -> dict[str, float]:
     """Return accuracy with stderr and n, pass@k, health rates, speed and grader failures of one cell, by metric name.
 
     n counts questions. With several samples, accuracy is pass@1: the mean over questions of the mean over a question's
     samples.
     """
-    frame = asked.frame
-    right, samples = _right_by_question(frame)
-    accuracy = _accuracy(right, samples)
-    by_k = {k: stats.rate(stats.pass_at(k, right, samples)) for k in stats.every_k(samples)}
+    frame = answers.frame
+    right_counts, samples = _right_by_question(frame)
+    accuracy = _accuracy(right_counts, samples)
+    by_k = {k: stats.rate(stats.pass_at(k, right_counts, samples)) for k in stats.every_k(samples)}
     return {
         names.ACCURACY: accuracy.estimate,
         names.ACCURACY_STDERR: accuracy.stderr,
         names.ACCURACY_FLEXIBLE: float(frame["correct_flexible"].mean()),
-        names.N: float(len(right)),
+        names.N: float(len(right_counts)),
         **{names.pass_at(k): rate.estimate for k, rate in by_k.items()},
         **{f"{names.pass_at(k)}_stderr": rate.stderr for k, rate in by_k.items()},
-        names.TOKENS_PER_S: asked.tokens_per_s,
+        names.TOKENS_PER_S: answers.tokens_per_s,
         names.GRADER_TIMEOUTS: float((frame["fault"] == "timeout").sum()),
         names.GRADER_ERRORS: float((frame["fault"] == "error").sum()),
         names.TOKENS_PER_ANSWER: float(frame["n_tokens"].mean()),
@@ -49,11 +49,11 @@ def _right_by_question(frame: pd.DataFrame) -> tuple[pd.Series, int]:
     return by_question["sum"], int(by_question["size"].iloc[0])
 
 
-def _accuracy(right: pd.Series, samples: int) -> stats.Estimate:
+def _accuracy(right_counts: pd.Series, samples: int) -> stats.Estimate:
     """Return the accuracy over questions, from what `_right_by_question` returns."""
     if samples == 1:
-        return stats.accuracy(int(right.sum()), len(right))
-    return stats.rate(right / samples)
+        return stats.accuracy(int(right_counts.sum()), len(right_counts))
+    return stats.rate(right_counts / samples)
 
 
 def again(frame: pd.DataFrame, limits: Mapping[str, object]) -> tuple[stats.Estimate, list[str]]:
@@ -66,8 +66,8 @@ def again(frame: pd.DataFrame, limits: Mapping[str, object]) -> tuple[stats.Esti
     Raises:
         BadInput: the rows lack what health is read from.
     """
-    needed = ["question", "correct", "parsed", "finish_reason", "leaked"]
-    missing = [column for column in needed if column not in frame]
+    required = ["question", "correct", "parsed", "finish_reason", "leaked"]
+    missing = [column for column in required if column not in frame]
     if frame.empty:
         missing.append("a row")
     if missing:

@@ -56,15 +56,15 @@ class Texts:
         """Return what some rows, numbered over all files, hold of some columns; the files are read in parts."""
         import pandas as pd
 
-        wanted = np.unique(rows.to_numpy())
+        row_numbers = np.unique(rows.to_numpy())
         parts = []
         file_start = 0
         for path in self.files:
             file = _parquet(path)
-            of_file = wanted[(wanted >= file_start) & (wanted < file_start + file.metadata.num_rows)]
+            of_file = row_numbers[(row_numbers >= file_start) & (row_numbers < file_start + file.metadata.num_rows)]
             parts += self._taken(file, of_file - file_start, columns, file_start)
             file_start += file.metadata.num_rows
-        table = pd.concat(parts) if parts else pd.DataFrame(index=wanted)
+        table = pd.concat(parts) if parts else pd.DataFrame(index=row_numbers)
         return table.reindex(rows.to_numpy()).set_index(rows.index)
 
     def _taken(
@@ -220,9 +220,9 @@ def _coded(column: pa.Array) -> pa.Array:
 
     # The texts that the batch uses are numbered anew. They are never written out for each row: one long text may be in
     # all of them.
-    used = pc.unique(column.indices).drop_null()
-    texts = column.dictionary.take(used).cast(pa.string()).dictionary_encode()
-    numbers = texts.indices.take(pc.index_in(column.indices, used))
+    used_numbers = pc.unique(column.indices).drop_null()
+    texts = column.dictionary.take(used_numbers).cast(pa.string()).dictionary_encode()
+    numbers = texts.indices.take(pc.index_in(column.indices, used_numbers))
     return pa.DictionaryArray.from_arrays(numbers, texts.dictionary)
 
 
@@ -309,9 +309,9 @@ def records(
         selected = rows
         for column, value in conditions.items():
             selected = _matching(name, selected, column, value)
-        for position, row in selected:
+        for location, row in selected:
             ours = {our_name: row.get(their_name) for our_name, their_name in renamed.items()}
-            result.append((position, row | labels | ours))
+            result.append((location, row | labels | ours))
     return result
 
 
@@ -331,7 +331,7 @@ def _matching(name: str, rows: Sequence[Row], column: str, value: str) -> list[R
     values = dict.fromkeys(str(row[column]) for _, row in rows if column in row)
     if value not in values:
         raise BadInput(f"{name} has no row with {column}={value}: that column holds {', '.join(values)[:300]}.")
-    return [(position, row) for position, row in rows if str(row.get(column)) == value]
+    return [(location, row) for location, row in rows if str(row.get(column)) == value]
 
 
 def frame(
@@ -469,29 +469,29 @@ def _of_csv(path: Path, text: str) -> Iterator[Row]:
         columns = next(reader, [])
         _check_columns(str(path), columns)
         for fields in filter(None, reader):
-            position = f"{path}, line {reader.line_num}"
+            location = f"{path}, line {reader.line_num}"
             if len(fields) != len(columns):
                 counts = f"{len(fields)} values, but the header names {len(columns)} columns"
-                raise BadInput(f"{position} has {counts}: correct it.")
-            yield position, dict(zip(columns, fields, strict=True))
+                raise BadInput(f"{location} has {counts}: correct it.")
+            yield location, dict(zip(columns, fields, strict=True))
     except csv.Error:
-        position = f"{path}, line {reader.line_num}"
-        raise BadInput(f"{position} has a quotation mark too many or too few: correct it.") from None
+        location = f"{path}, line {reader.line_num}"
+        raise BadInput(f"{location} has a quotation mark too many or too few: correct it.") from None
 
 
 def _of_jsonl(path: Path, text: str) -> Iterator[Row]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
-            position = f"{path}, line {number}"
-            yield position, _object(position, parsed(position, line))
+            location = f"{path}, line {number}"
+            yield location, _object(location, parsed(location, line))
 
 
 def _of_json(path: Path, text: str) -> Iterator[Row]:
     rows = parsed(str(path), text)
     if not isinstance(rows, list):
         raise BadInput(f"{path} holds a JSON {type(rows).__name__}: expected an array of objects, one per row.")
-    for position, row in _numbered(f"{path}, row", rows):
-        yield position, _object(position, row)
+    for location, row in _numbered(f"{path}, row", rows):
+        yield location, _object(location, row)
 
 
 def _check_columns(name: str, columns: Sequence[str]) -> None:
@@ -503,15 +503,15 @@ def _numbered(label: str, rows: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(f"{label} {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def parsed(where: str, text: str | bytes) -> Any:
-    """Return what a JSON text holds; raise BadInput, with its position, if it is no JSON."""
+def parsed(location: str, text: str | bytes) -> Any:
+    """Return what a JSON text holds; raise BadInput, with its location, if it is no JSON."""
     try:
         return reading.parsed(text)
     except ValueError:
-        raise BadInput(f"{where} is not JSON: expected objects with a value per column.") from None
+        raise BadInput(f"{location} is not JSON: expected objects with a value per column.") from None
 
 
-def _object(position: str, row: Any) -> dict[str, Any]:
+def _object(location: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise BadInput(f"{position} is a JSON {type(row).__name__}: expected an object with a value per column.")
+        raise BadInput(f"{location} is a JSON {type(row).__name__}: expected an object with a value per column.")
     return row

@@ -25,13 +25,13 @@ def of_hub(split: str, mirror: Path | None = None) -> Iterator[rows.Row]:
     """Yield the rows of a split, except those that the grader cannot read; warn about them at the end."""
     total = 0
     unreadable = 0
-    for where, row in rows.of_hub(HUB, None, "train", mirror):
+    for location, row in rows.of_hub(HUB, None, "train", mirror):
         if split_of(str(row.get("question"))) != split:
             continue
         total += 1
         try:
-            question("", where, row)
-            yield where, row
+            question("", location, row)
+            yield location, row
         except BadInput:
             unreadable += 1
     if unreadable:
@@ -39,10 +39,10 @@ def of_hub(split: str, mirror: Path | None = None) -> Iterator[rows.Row]:
         warnings.warn(f"{left_out}: the grader cannot read their answers.", stacklevel=2)
 
 
-def question(name: str, where: str, row: dict[str, Any]) -> Question:
+def question(name: str, location: str, row: dict[str, Any]) -> Question:
     """Return the question of a row with `question` and `final_answer`, or in MATH's columns, as `dataset.question`."""
     if "final_answer" not in row:
-        return dataset.question(name, where, row)
+        return dataset.question(name, location, row)
     topic = row.get("topic")
     if isinstance(topic, str) and "->" in topic:  # `Mathematics -> Algebra -> …`
         topic = topic.split("->")[1].strip()
@@ -54,7 +54,7 @@ def question(name: str, where: str, row: dict[str, Any]) -> Question:
         "subject": topic,
         "level": int(difficulty) if is_known else None,
     }
-    return dataset.question(name, where, math_row)
+    return dataset.question(name, location, math_row)
 
 
 def split_of(question: str) -> str:

@@ -91,8 +91,8 @@ def grade(
 def _graded_rows(data: pd.DataFrame | str | Path, task: str, columns: Mapping[str, str] | None) -> Graded:
     tasks.check(task)
     rows = tables.records(data, columns)
-    for position, row in rows:
-        _check_row(position, row)
+    for location, row in rows:
+        _check_row(location, row)
     return Graded(task, tuple(_with_verdicts(task, rows)))
 
 
@@ -219,19 +219,19 @@ def _rate(count: int, n: int) -> str:
     return f"{count / n:.3f} ± {stats.accuracy(count, n).stderr:.3f}"
 
 
-def _check_row(position: str, row: dict[str, Any]) -> None:
+def _check_row(location: str, row: dict[str, Any]) -> None:
     """Raise BadInput if a row lacks its completion or its answer, or has one of another type."""
     missing = [f"'{key}'" for key in ("completion", "answer") if key not in row]
     if missing:
         present = ", ".join(map(str, row)) or "none"
         columns = f"its columns are {present}: --columns names other ones"
-        raise BadInput(f"{position} lacks {' and '.join(missing)}; {columns}.")
+        raise BadInput(f"{location} lacks {' and '.join(missing)}; {columns}.")
     completion = row["completion"]
     if not isinstance(completion, str):
-        raise BadInput(f"{position}: 'completion' is {_quoted(completion)}, but must be a text.")
+        raise BadInput(f"{location}: 'completion' is {_quoted(completion)}, but must be a text.")
     answer = row["answer"]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise BadInput(f"{position}: 'answer' is {_quoted(answer)}, but must be a text or a number.")
+        raise BadInput(f"{location}: 'answer' is {_quoted(answer)}, but must be a text or a number.")
 
 
 def _quoted(value: Any) -> str:
@@ -262,8 +262,8 @@ def _with_verdicts(task: str, rows: list[tables.Row]) -> list[dict[str, Any]]:
 
 def _name_unreadable_answer(task: str, rows: list[tables.Row], answers: list[str]) -> None:
     """Raise BadInput for the first row with a gold answer that the task's grader cannot read, if there is one."""
-    for (position, _), answer in zip(rows, answers, strict=True):
+    for (location, _), answer in zip(rows, answers, strict=True):
         try:
             tasks.grade(task, "", answer)  # an empty completion is graded at once
         except BadInput as error:
-            raise BadInput(f"{position}: {error}") from None
+            raise BadInput(f"{location}: {error}") from None

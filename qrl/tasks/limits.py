@@ -84,9 +84,9 @@ def _death_without_call(path: str, progress: int) -> QrlError:
     if progress == _LOADING:
         causes = "a call of os._exit, a crash in a library, or too little memory"
         return BadInput(f"{path}: the process that calls its functions ended while it loaded the file ({causes}).")
-    when = "as it started, before it loaded the file" if progress == _NOT_STARTED else "between two calls"
+    moment = "as it started, before it loaded the file" if progress == _NOT_STARTED else "between two calls"
     advice = "free memory if it is short, and run the same command again"
-    return QrlError(f"{path}: the process that calls its functions ended {when}: {advice}.")
+    return QrlError(f"{path}: the process that calls its functions ended {moment}: {advice}.")
 
 
 def _key(path: str, source: bytes) -> tuple:

@@ -76,10 +76,10 @@ def numbers(line: str) -> list[Number | None]:
     previous: list[re.Match] = []
     for parts in _joined_by_slashes(line):
         if _mixed(line, previous, parts):
-            whole = values[-1]
+            integer = values[-1]
             fraction = _ratio(line, parts)
             sign = -1 if _negative(line, previous[0].start()) else 1
-            values[-1] = None if whole is None or fraction is None else whole + sign * fraction
+            values[-1] = None if integer is None or fraction is None else integer + sign * fraction
         elif line[parts[0].start() - 1 : parts[0].start()] == "/":
             values.append(None)  # `x/2` is not 2
         elif len(parts) == 1:
@@ -122,14 +122,14 @@ def _joined_by_slashes(line: str) -> list[list[re.Match]]:
     return groups
 
 
-def _mixed(line: str, whole: list[re.Match], part: list[re.Match]) -> bool:
-    """Return whether `whole part` is a mixed number like `1 1/2`: digits, one space between, the part below one."""
-    if len(whole) != 1 or len(part) != 2 or not line[whole[0].end() : part[0].start()].isspace():
+def _mixed(line: str, integer: list[re.Match], fraction: list[re.Match]) -> bool:
+    """Return whether `integer fraction` is a mixed number like `1 1/2`: digits, one space, a fraction below one."""
+    if len(integer) != 1 or len(fraction) != 2 or not line[integer[0].end() : fraction[0].start()].isspace():
         return False
-    numerator = part[0].group()
-    denominator = part[1].group()
-    all_digits = whole[0].group().isdigit() and numerator.isdigit() and denominator.isdigit()
-    one_space = part[0].start() - whole[0].end() == 1
+    numerator = fraction[0].group()
+    denominator = fraction[1].group()
+    all_digits = integer[0].group().isdigit() and numerator.isdigit() and denominator.isdigit()
+    one_space = fraction[0].start() - integer[0].end() == 1
     return all_digits and len(denominator) < LONGEST and one_space and int(numerator) < int(denominator)
 
 

@@ -58,22 +58,22 @@ def grade(completion: str, answer: str) -> Verdict:
 def strict(completion: str) -> Number | None:
     """Return the number that all `####` lines agree on; None without one, or if they conflict."""
     agreed = _NOTHING
-    seen = set()
+    earlier_lines = set()
     # Numbers that begin lines too long for an answer: they state none, but may contradict the one that is agreed on.
-    begun = set()
+    begun_numbers = set()
     for hashes, line in _MARKER.findall(until_end(completion)):
-        if hashes or line in seen:
+        if hashes or line in earlier_lines:
             continue
-        seen.add(line)
+        earlier_lines.add(line)
         number = _stated(line)
         if number is _NOTHING:
             if len(line) > LONGEST_LINE:
-                begun.add(_begun(line))
+                begun_numbers.add(_begun(line))
             continue
         if number is None or agreed not in (_NOTHING, number):
             return None
         agreed = number
-    if agreed is _NOTHING or begun - {_NOTHING, agreed}:
+    if agreed is _NOTHING or begun_numbers - {_NOTHING, agreed}:
         return None
     return agreed
 

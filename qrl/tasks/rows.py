@@ -14,15 +14,15 @@ from qrl.tasks.question import Question
 
 FILES = {"train": "train.jsonl", "heldout": "test.jsonl"}
 Row = tuple[str, dict[str, Any]]  # where it is, for errors, and its fields
-ReadRow = Callable[[str, str, dict[str, Any]], Question]  # (id, where, fields) → question
+ReadRow = Callable[[str, str, dict[str, Any]], Question]  # (id, location, fields) → question
 
 
 def of_folder(folder: Path, split: str) -> Iterator[Row]:
     """Yield the objects in a split's file; raise BadInput if it is missing, or a line is not a JSON object in UTF-8."""
     path = folder / FILES[split]
     if not folder.is_dir():
-        what = f"{folder} is a file" if folder.is_file() else f"There is no data folder {folder}"
-        raise BadInput(f"{what}: expected a folder with {' and '.join(FILES.values())}.")
+        problem = f"{folder} is a file" if folder.is_file() else f"There is no data folder {folder}"
+        raise BadInput(f"{problem}: expected a folder with {' and '.join(FILES.values())}.")
     if not path.is_file():
         raise BadInput(f"The data folder {folder} has no {path.name}, which has the {split} split: add it.")
     yield from of_file(path)
@@ -35,8 +35,8 @@ def of_file(path: Path) -> Iterator[Row]:
         for number, line in enumerate(lines, 1):
             text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if text.strip():
-                where = f"{path}, line {number}"
-                yield where, _object(where, text.strip())
+                location = f"{path}, line {number}"
+                yield location, _object(location, text.strip())
 
 
 def is_mirror(folder: Path) -> bool:
@@ -108,7 +108,7 @@ def questions(
     Raises:
         BadInput: there is no row, or one is malformed.
     """
-    questions = [read_row(f"{prefix}-{index}", where, row) for index, (where, row) in enumerate(rows)]
+    questions = [read_row(f"{prefix}-{index}", location, row) for index, (location, row) in enumerate(rows)]
     if not questions:
         raise BadInput(f"{source} has no questions: expected at least one row.")
     if n is None or n >= len(questions) or selection == "first":
@@ -131,10 +131,10 @@ def texts(file: Path, n: int, setting: str = "quantize.calibration") -> list[str
     except OSError as error:
         raise BadInput(f"{setting} cannot be read from {file} ({error}): expected a .jsonl file of texts.") from None
     texts = []
-    for where, row in located_rows:
+    for location, row in located_rows:
         text = row.get("text")
         if not isinstance(text, str) or not text.strip():
-            raise BadInput(f'{where} holds no calibration text: expected rows like {{"text": "…"}}.')
+            raise BadInput(f'{location} holds no calibration text: expected rows like {{"text": "…"}}.')
         texts.append(text)
     check_count(len(texts), n, str(file), setting)
     return texts[:n]
@@ -147,13 +147,13 @@ def check_count(available: int, n: int, source: str, setting: str = "quantize.ca
         raise BadInput(f"{source} has {available} calibration texts, but {required}: lower it, or add texts.")
 
 
-def _object(where: str, line: bytes) -> dict[str, Any]:
+def _object(location: str, line: bytes) -> dict[str, Any]:
     try:
         row = reading.parsed(line.decode())
         if b"\\u" in line:  # a lone surrogate, `\ud800`, is not a text that a tokenizer can read
             json.dumps(row, ensure_ascii=False).encode()
     except ValueError:
-        raise BadInput(f"{where} is not valid: expected a JSON object in UTF-8 on every line.") from None
+        raise BadInput(f"{location} is not valid: expected a JSON object in UTF-8 on every line.") from None
     if not isinstance(row, dict):
-        raise BadInput(f"{where} is a {type(row).__name__}: expected a JSON object on every line.")
+        raise BadInput(f"{location} is a {type(row).__name__}: expected a JSON object on every line.")
     return row

@@ -308,13 +308,13 @@ def _card(settings: dict, result: dict, scores: list[Score]) -> str:
 
 def _options_without_out(options: list[str]) -> list[str]:
     """Return the options of the command without `--out` and its folder."""
-    shown = []
+    options_shown = []
     previous = ""
     for option in options:
         if "--out" not in (option, previous):
-            shown.append(option)
+            options_shown.append(option)
         previous = option
-    return shown
+    return options_shown
 
 
 if __name__ == "__main__":

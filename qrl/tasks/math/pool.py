@@ -55,7 +55,7 @@ def grade_many(completions: Sequence[str], answers: Sequence[str], progress: Cal
     progress(len(claims) - len(undecided))
     if undecided:
         verdicts |= zip(undecided, _grade(undecided, progress), strict=True)
-    return [verdicts[one] for one in claims]
+    return [verdicts[stated] for stated in claims]
 
 
 def _grade(claims: Sequence[Claim], progress: Callable[[int], object]) -> list[Verdict]:
