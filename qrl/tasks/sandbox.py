@@ -17,6 +17,7 @@ when it exceeds its processor time, and it ends by itself when this process does
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -26,7 +27,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 CPU_S = 5.0  # for one prompt; typical ones need a millisecond
 WALL_S = 120.0  # for one prompt, and for the start; reached only by a process that does not even use its CPU time
 LONGEST_TEMPLATE = 1 << 20  # characters; the longest published ones have 20,000
-PROGRAM = Path(__file__).with_name("chat_templates.py")
+# A module's name, not a path: results depend on its code, and `tracking/sources.py` finds what they depend on by names.
+PROGRAM = "qrl.tasks.chat_templates"
 
 _lock = threading.Lock()
 _processes: dict[int, subprocess.Popen] = {}  # by the id of this process: a forked child must not share its parent's
@@ -111,7 +112,8 @@ def _running_process() -> subprocess.Popen:
     process = _processes.get(os.getpid())
     if process is None or process.poll() is not None:
         # -I: neither the working folder nor the user's own packages are on its path before it sets this one's.
-        command = [sys.executable, "-I", str(PROGRAM), json.dumps(sys.path)]
+        program = importlib.util.find_spec(PROGRAM).origin
+        command = [sys.executable, "-I", program, json.dumps(sys.path)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
         _processes[os.getpid()] = process
     return process

@@ -11,6 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.tasks import prompt, sandbox
+from qrl.tracking import sources
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "  1 + 1? «é😀»\n<b>&</b> \u2028"}]
 TEMPLATES = {
@@ -69,6 +70,11 @@ def test_a_process_that_was_killed_is_replaced(tiny_checkpoint):
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert prompt.render(tokens, "1 + 1?", "plain") == expected
+
+
+def test_results_depend_on_the_code_that_renders():
+    found = {file.name for file in sources.files("evaluate")}
+    assert {"sandbox.py", "chat_templates.py"} <= found
 
 
 def test_variables_are_those_that_a_template_does_not_set():
