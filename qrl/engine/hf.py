@@ -23,7 +23,6 @@ from qrl import checkpoint, process
 from qrl.engine import attention, pretrained
 from qrl.errors import PANIC, BadInput
 from qrl.formats import kind, plain
-from qrl.tasks import sandbox
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +53,6 @@ def tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """
     import transformers
 
-    sandbox.limit()
     if transformers.__version__ < "5":  # AutoAWQ's, which misreads a list of special tokens of transformers 5
         return plain_tokenizer(path)
     with _readable(path):
