@@ -34,10 +34,12 @@ def rows(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         raise BadInput("This scheme needs calibration texts that are not empty: expected chat-rendered training texts.")
     longest = max(lengths)
     if longest > max_tokens:
-        text = f"Calibration text {lengths.index(longest)} has {longest} tokens"
-        raise BadInput(f"{text}, but at most {max_tokens} are allowed: raise quantize.calibration_max_tokens.")
-    filled = []
+        raise BadInput(
+            f"Calibration text {lengths.index(longest)} has {longest} tokens, but at most {max_tokens} are allowed: "
+            "raise quantize.calibration_max_tokens."
+        )
+    filled_rows = []
     for start in range(len(texts)):
-        following = (texts[place % len(texts)] for place in count(start))
-        filled.append(list(islice(chain.from_iterable(following), longest)))
-    return filled
+        texts_from_start = (texts[index % len(texts)] for index in count(start))  # endless: the first follows the last
+        filled_rows.append(list(islice(chain.from_iterable(texts_from_start), longest)))
+    return filled_rows
