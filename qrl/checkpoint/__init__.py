@@ -45,7 +45,7 @@ CONFIG_FILES = ("config.json", "generation_config.json", INDEX, SCALES)
 _MAPS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER_FILES = (*TOKENIZERS, *_MAPS, *CHAT_TEMPLATES)
 # Patterns of what few models have: other vocabularies, settings of processors (with templates of their own), Mistral's
-# files beside transformers', and settings that vLLM looks for where config.json has none.
+# own files, and settings that vLLM looks for where config.json has none.
 _VOCABULARIES = ("*.model", "*.tiktoken", "*.spm", "bpe.codes", "dict.txt", "tekken.json", "tokenizer.model.v*")
 _PROCESSORS = ("*processor_config.json", "audio_tokenizer_config.json", "sentence_*_config.json", "modules.json")
 _QUANTIZERS = ("params.json", "*quant_config.json", "quanti[sz]*_config.json", "torchao_config.json", "sparse_*.json")
@@ -72,7 +72,7 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256, as `digest` computes it, once it is asked for: it reads every byte."""
+        """The sha256, as `digest` computes it, at the first access: it reads every byte."""
         return digest(self.path)
 
 

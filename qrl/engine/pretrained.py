@@ -62,7 +62,7 @@ def check_fit(path: Path, *, for_transformers: bool = True) -> None:
     Raises:
         BadInput: transformers does not know the architecture or cannot build config.json, the model has more parameters
             than the files could hold, they hold a bias that it lacks, which vLLM would ignore, or `architectures`, by
-            which vLLM chooses a class, names another than transformers takes.
+            which vLLM chooses a class, names another class than transformers chooses.
     """
     import torch
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM

@@ -1,8 +1,8 @@
 """The vLLM engine: prompts, completions and finish reasons as in `hf`, computed by vLLM's own kernels.
 
 Evaluation compares checkpoints question by question, so an answer must not depend on chance. Every run therefore fixes
-the number of sequences and the seed, and caches no prefix; on a GPU, a deterministic run also uses kernels whose
-results do not depend on the batch. Three things are read back from the engine rather than assumed, and `receipt`
+the number of sequences and the seed, and caches no prefix; on a GPU, a deterministic run also uses batch-invariant
+kernels. Three things are read back from the engine rather than assumed, and `receipt`
 reports them: which kernels it chose, in which dtype it computes, and whether it departs from the checkpoint's format.
 
 The life of an engine: `__init__` checks the folder, starts vLLM's worker and inspects it; `generate` and
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from qrl import checkpoint, process
 from qrl.engine import hf, pretrained
 from qrl.engine.hf import Completion
-from qrl.engine.vllm_support import batch_invariant, check_runs, departs, emulated, shares
+from qrl.engine.vllm_support import batch_invariant, check_runs, departs, emulation_options, shares
 from qrl.errors import BadInput, QrlError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Vllm(AbstractContextManager):
                     worker_extension_cls="qrl.engine.vllm_worker.Extension",
                     **memory_options,
                     **compile_options,
-                    **emulated(path, device),
+                    **emulation_options(path, device),
                 )
         except Exception as error:  # whatever the worker raised
             if on_gpu and cache_gib is None:
@@ -161,7 +161,7 @@ class Vllm(AbstractContextManager):
             path: a folder that `checkpoint.check` accepts.
 
         Returns:
-            Whether it was done: not if more than the weights differs, if vLLM cannot do it, or on a CPU, whose kernels
+            Whether it was done: not if more than the weights differs, if vLLM cannot do it, or on a CPU, where kernels
             keep a packed copy of the old weights. Close the engine then.
         """
         checkpoint.check(path)

@@ -64,7 +64,7 @@ class FakeQuant(QuantizationConfig):
 
 @register_weight_loader_v2_supported_method
 class Rounded(LinearMethodBase):
-    """An unquantized linear whose inputs are rounded first.
+    """An unquantized linear that rounds its inputs first.
 
     It is no subclass of vLLM's unquantized linear: some of vLLM's fused kernels take those and would skip the rounding.
     """

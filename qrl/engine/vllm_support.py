@@ -36,7 +36,7 @@ def shares(memory: float, cache_gib: float | None) -> dict[str, Any]:
     """Return vLLM's options for a GPU's memory.
 
     Args:
-        memory: share that the engine takes, as far as it is free at the start: weights, activations and cache.
+        memory: largest share for the engine's weights, activations and cache; it must be free at the start.
         cache_gib: size of the key-value cache instead. The engine then measures nothing, so what other processes take
             and free while it starts does no harm.
     """
@@ -45,7 +45,7 @@ def shares(memory: float, cache_gib: float | None) -> dict[str, Any]:
     return {"gpu_memory_utilization": _MIN_SHARE, "kv_cache_memory_bytes": int(cache_gib * 2**30)}
 
 
-def emulated(path: Path, device: str) -> dict[str, str]:
+def emulation_options(path: Path, device: str) -> dict[str, str]:
     """Return vLLM's option for a checkpoint that rounds activations to 4-bit floats on a GPU that cannot multiply them.
 
     They are then rounded in software. vLLM's own choice, Marlin, would leave them as they are, and the cell of `nvfp4`

@@ -76,7 +76,7 @@ def scan(
     return (distances * steps).square_().sum().item(), _max_error(groups, steps, top, least)
 
 
-def _max_error(groups: Tensor, steps: Tensor, top: int, least: float) -> float:
+def _max_error(groups: Tensor, steps: Tensor, top: int, known_error: float) -> float:
     """Return the largest rounding error, in float64.
 
     No error exceeds half a step, so the error in the group with the largest step rules out most other groups.
@@ -84,9 +84,9 @@ def _max_error(groups: Tensor, steps: Tensor, top: int, least: float) -> float:
     flat_groups = groups.flatten(0, 1)
     steps = steps.flatten()
     largest_step, index = steps.max(0)
-    if largest_step.item() <= 2 * least:
-        return least
-    largest_error = max(least, _rounding_error(flat_groups[index], largest_step, top))
+    if largest_step.item() <= 2 * known_error:
+        return known_error
+    largest_error = max(known_error, _rounding_error(flat_groups[index], largest_step, top))
     candidates = steps > 2 * largest_error
     if not candidates.any():
         return largest_error

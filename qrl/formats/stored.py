@@ -70,7 +70,7 @@ def matrices(path: Path | str, matrix_names: list[str]) -> Iterator[tuple[str, S
     settings = checkpoint.config(path)["quantization_config"]
     decode_matrix = _decoder(path, settings)
     parts_of = _parts(path)
-    # One stream for all matrices, which opens each file once; a matrix takes as many tensors as it has parts.
+    # One stream for all matrices, which opens each file once; each matrix reads as many tensors as it has parts.
     tensors = checkpoint.tensors(path, [part for name in matrix_names for part in parts_of[name]])
     for name in matrix_names:
         module_name = name.removesuffix(".weight")

@@ -15,9 +15,9 @@ def digest(texts: Sequence[str]) -> str:
 def rows(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """Return calibration texts as rows of one length, so that no row is padded and none is dropped.
 
-    AutoAWQ on its own drops long texts and cuts the others into blocks, of which a small set can give none. Here every
-    text begins a row, so that its tokens have the positions that they have in evaluation, and the texts that follow
-    fill the row up to the length of the longest.
+    AutoAWQ on its own drops long texts and cuts the others into blocks; a small set can end up without any block. Here
+    every text begins a row, so that its tokens have the positions that they have in evaluation, and the texts that
+    follow fill the row up to the length of the longest.
 
     Args:
         texts: N lists of token ids.

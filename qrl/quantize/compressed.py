@@ -67,7 +67,7 @@ def _compressed(oneshot: Callable, source: Path, settings: Settings, rows: Seque
 def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence) -> PreTrainedModel:
     """Round to nearest in a format of `train.qat`, in float32, as training does with its masters.
 
-    Training stores the scales of NVFP4's activations beside its masters; `rows` calibrate them where it did not.
+    Training stores the scales of NVFP4's activations with its masters; `rows` calibrate them where it did not.
     """
     from compressed_tensors.offload import update_offload_parameter
     from llmcompressor.modifiers.quantization import QuantizationModifier

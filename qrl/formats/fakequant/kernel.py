@@ -22,10 +22,10 @@ from torch import Tensor
 INTEGER, EIGHT_BIT_FLOAT, NV_BLOCK, MX_BLOCK = range(4)  # how scales are computed, and codes from values
 ALIGNED = tl.constexpr(16)  # values: alignment of each matrix, so that a thread reads and writes several at once
 TILE = 4096  # least number of values in a program, where groups are smaller
-# In the order of the arguments of `_inputs`, by which a compiled kernel takes them.
+# In the order of the arguments of `_inputs`: a compiled kernel is called by position.
 CONSTANTS = ("SIZE", "ROWS", "BLOCK", "KIND", "EXACT", "OUT", "HALF", "LOW", "HIGH", "TINY")
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-# Kernels of inputs by everything that they were compiled for: Triton's own look-up takes longer than the GPU's work.
+# Kernels of inputs by everything that they were compiled for: Triton's own look-up is slower than the GPU's work.
 _compiled: dict[tuple, object] = {}
 
 
@@ -47,16 +47,16 @@ def _value(
 ):  # fmt: skip
     """The values of x's codes; x is (ROWS, BLOCK), a group in each row; `tensor` is NVFP4's global scale."""
     largest = tl.max(tl.abs(x), axis=1)
-    half = tl.full([ROWS], HALF, tl.float32)
+    half_range = tl.full([ROWS], HALF, tl.float32)
     if KIND == 3:  # the largest's power of two once its mantissa is rounded to one bit, over 4
         exponent = ((largest.to(tl.int32, bitcast=True) + (1 << 21)) >> 23) - 2
         scale = tl.where(exponent > 0, exponent << 23, 1 << 22).to(tl.float32, bitcast=True)
     elif KIND == 2:
-        scale = tl.div_rn(largest, half).to(EXACT).to(tl.float32) * tensor
+        scale = tl.div_rn(largest, half_range).to(EXACT).to(tl.float32) * tensor
         scale = tl.where(scale > 448.0, 448.0, scale).to(tl.float8e4nv).to(tl.float32)
         scale = tl.div_rn(tl.where(scale == 0.0, 0.125, scale), tl.zeros([ROWS], tl.float32) + tensor)
     else:
-        scale = tl.div_rn(largest, half).to(EXACT).to(tl.float32)
+        scale = tl.div_rn(largest, half_range).to(EXACT).to(tl.float32)
         scale = tl.where(scale == 0.0, TINY, scale)
     wide = tl.zeros([ROWS, BLOCK], tl.float32) + scale[:, None]
     code = tl.div_rn(x, wide)

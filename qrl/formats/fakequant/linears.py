@@ -1,4 +1,4 @@
-"""Which linears of a model a format covers, and the calibrated activation scales beside its masters.
+"""Which linears of a model a format covers, and the file of calibrated activation scales next to its masters.
 
 Training and storing use the same answer, so that what is trained in few bits is stored in few bits.
 """
@@ -94,7 +94,7 @@ def needs_calibration(name: str) -> bool:
 
 
 def write_activation_scales(folder: Path, scales: dict[str, float]) -> None:
-    """Write scales, as compressed-tensors stores them, beside a checkpoint; they are read back bit for bit."""
+    """Write scales, as compressed-tensors stores them, into a checkpoint's folder; they are read back bit for bit."""
     with written_whole(folder / SCALES) as file:
         file.write_text(json.dumps(scales, indent=1) + "\n")
 

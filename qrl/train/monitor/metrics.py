@@ -1,7 +1,7 @@
 """Live metrics: what TRL logs under our names, with throughput and peak memory, and sampled completions.
 
-`_OURS` is the table of names: a metric of TRL's that is not in it stays in the trainer's own state. A `Kind` of
-training takes its part of the table.
+`_OURS` is the table of names: a metric of TRL's that is not in it stays in the trainer's own state. Each `Kind` of
+training logs a part of the table.
 """
 
 import json
@@ -29,7 +29,7 @@ class Kind:
     """What a kind of training logs."""
 
     title: str  # of the progress bar
-    shown: str  # TRL's name of the measure beside the bar; rows without it are no steps
+    measure: str  # TRL's name of what the progress bar shows; rows without it are no steps
     names: dict[str, str]  # TRL's name → ours; its other numbers stay in the trainer's own state
 
 
@@ -82,7 +82,7 @@ def callback(settings: Train, log: Log, kind: Kind = GRPO):
             self.step_start = time.perf_counter()
 
         def on_log(self, args, state, control, logs=None, **_):
-            if kind.shown not in (logs or {}):
+            if kind.measure not in (logs or {}):
                 return
             self.step_seconds.append(time.perf_counter() - self.step_start)
             row = state.log_history[-1]  # `logs` is a copy of it
@@ -91,7 +91,7 @@ def callback(settings: Train, log: Log, kind: Kind = GRPO):
             row["peak_memory_gib"] = _peak_memory_gib()
             metrics = {ours: float(row[name]) for name, ours in _names(kind, row).items() if row.get(name) is not None}
             log(metrics, state.global_step)
-            self.bar.set_postfix({kind.shown: f"{logs[kind.shown]:.3g}"}, refresh=False)
+            self.bar.set_postfix({kind.measure: f"{logs[kind.measure]:.3g}"}, refresh=False)
             self.bar.update(state.global_step - self.bar.n)
 
         def on_train_end(self, args, state, control, **_):
@@ -119,7 +119,7 @@ def _peak_memory_gib() -> float:
 
 def history(log_history: list[dict], kind: Kind = GRPO) -> pd.DataFrame:
     """Return a row per logged step: step, and the metrics without their prefix."""
-    logged = [row for row in log_history if kind.shown in row]
+    logged = [row for row in log_history if kind.measure in row]
     columns = {"step": "step"} | _names(kind, *logged)
     rows = [{key: row.get(name) for name, key in columns.items()} for row in logged]
     frame = pd.DataFrame(rows).rename(columns=lambda key: key.removeprefix("train/").replace("/", "_"))

@@ -160,7 +160,7 @@ class Watchers:
         return "lower train.learning_rate"
 
     def _probe(self) -> str | None:
-        """Compare the reward's rise with the probe's accuracy, whose paired interval must lie below 0 for an alarm."""
+        """Alarm if the reward rises while the probe's accuracy falls: its paired interval must be below 0."""
         window = self.settings.window
         if len(self.probes) < 2 or len(self.rows) < 2 * window:
             return None

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Kept:
+class _FoldedWeight:
     """Q(W) of one linear between two optimizer steps."""
 
     master: Tensor  # W, the parameter
@@ -68,7 +68,7 @@ class Fold:
     largest: Tensor | None = None  # (members,), each one's largest |w|
     last_member: QATLinear | None = None
     folded_state: list[tuple[int, int]] | None = None  # the weights' versions and addresses when Q(W) was computed
-    kept: dict[int, _Kept] = field(default_factory=dict)  # by id of the linear
+    folded_weights: dict[int, _FoldedWeight] = field(default_factory=dict)  # by id of the linear
     pending: dict[int, Tensor] = field(default_factory=dict)  # of shards: id of a linear → Q(W), until it is used
     latest_inputs: _RoundedInputs | None = None  # until the last member has used them
 
@@ -87,7 +87,7 @@ class Fold:
             return _StraightThrough.apply(linear.weight, self._take_sharded(linear))
         if self.stale:
             _renew([fold for fold in self.model_folds if fold.stale])
-        return self.kept[id(linear)].quantized
+        return self.folded_weights[id(linear)].quantized
 
     def _take_sharded(self, linear: QATLinear) -> Tensor:
         """Return Q(W) of a member and keep it no longer; the first member of a pass computes it for all of them."""
@@ -123,21 +123,21 @@ class Fold:
         """Return whether a member's weight has changed since Q(W) was computed."""
         return self.folded_state != self._weights_state()
 
-    def keep(self, quantized: list[Tensor], largest: Tensor) -> None:
+    def store(self, quantized: list[Tensor], largest: Tensor) -> None:
         """Store Q(W) of every member, just computed."""
         members = list(self.members.values())
         for linear, values in zip(members, quantized, strict=True):
             master = linear.weight
             properties = (master.dtype, master.device, master.requires_grad)
-            kept = self.kept.get(id(linear))
-            if kept is None or kept.master is not master or kept.properties != properties:
+            folded = self.folded_weights.get(id(linear))
+            if folded is None or folded.master is not master or folded.properties != properties:
                 with torch.enable_grad():
                     # A cast passes its gradient unchanged, natively; its values are replaced below.
-                    kept = _Kept(master, properties, master.to(self.dtype, copy=True))
-                self.kept[id(linear)] = kept
-            kept.quantized.data = values
+                    folded = _FoldedWeight(master, properties, master.to(self.dtype, copy=True))
+                self.folded_weights[id(linear)] = folded
+            folded.quantized.data = values
             # A backward pass through a forward pass from before this fold raises, instead of using the new Q(W).
-            torch.autograd.graph.increment_version(kept.quantized)
+            torch.autograd.graph.increment_version(folded.quantized)
         self.last_member = members[-1]
         self.largest = largest
         self.folded_state = self._weights_state()
@@ -146,8 +146,8 @@ class Fold:
     def release(self) -> None:
         """Free the memory of Q(W), which is stale, before the next one is computed."""
         self.folded_state = None
-        for kept in self.kept.values():
-            kept.quantized.data = kept.quantized.new_empty(0)
+        for folded in self.folded_weights.values():
+            folded.quantized.data = folded.quantized.new_empty(0)
 
     def _weights_state(self) -> list[tuple[int, int]]:
         # Called in every forward pass: nn.Module's own attribute look-up is slow.
@@ -214,18 +214,18 @@ def _not_finite(name: str) -> QrlError:
 
 def _renew(stale_folds: Sequence[Fold]) -> None:
     """Compute Q(W) of folds of one format, in the memory of the previous one."""
-    alike: dict[tuple, list[Fold]] = {}  # folds that one call can compute
+    batches: dict[tuple, list[Fold]] = {}  # folds that one call can compute, by what they must have in common
     for fold in stale_folds:
         fold.release()
         weight = next(iter(fold.members.values())).weight
-        alike.setdefault((fold.dtype, weight.dtype, weight.device), []).append(fold)
+        batches.setdefault((fold.dtype, weight.dtype, weight.device), []).append(fold)
 
-    for (dtype, _, _), batch in alike.items():
+    for (dtype, _, _), batch in batches.items():
         with torch.inference_mode(False), torch.no_grad():
             masters = [[linear.weight for linear in fold.members.values()] for fold in batch]
             computed = fused.folded(masters, batch[0].scheme.weights, dtype)
             for fold, (quantized, largest) in zip(batch, computed, strict=True):
-                fold.keep(quantized, largest)
+                fold.store(quantized, largest)
             is_finite = torch.cat([largest for _, largest in computed]).isfinite()
         if not is_finite.all():  # one synchronization for all of them
             for fold in batch:

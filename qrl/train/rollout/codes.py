@@ -31,7 +31,7 @@ _PART = re.compile(r"\.weight_(shape|global_scale|scale|packed)$")
 
 
 def engine_config(base: str | Path, name: str, group_size: int = groups.USUAL) -> dict[str, Any]:
-    """Return a checkpoint's `quantization_config` for a base whose covered linears hold a format's codes.
+    """Return the `quantization_config` of a checkpoint that stores a base's covered linears as a format's codes.
 
     `group_size` is as for `rounding.scheme`.
 

@@ -13,7 +13,7 @@ from qrl.recipe import Rollout, Train
 from qrl.train import policy
 
 _ENGINE = "the rollout engine"
-_FOUR_BITS = ("int4", "nvfp4-a16")  # whose codes a colocated engine can hold
+_FOUR_BITS = ("int4", "nvfp4-a16")  # formats with codes of half a byte that a colocated engine can hold
 _END_OTHERS = "end what else runs on this GPU, which `nvidia-smi` lists"
 
 

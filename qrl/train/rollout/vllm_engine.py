@@ -2,7 +2,7 @@
 
 One step of training, as `trl/vllm_link` calls it: `wake` gives the engine its memory back, `load` replaces its weights
 by training's present ones, `generate` samples the step's completions, `sleep` frees the memory for the update. An
-engine that has room beside training never sleeps (`sleeps`). Everything here exists because vLLM assumes that it is
+engine that fits next to training never sleeps (`sleeps`). Everything here exists because vLLM assumes that it is
 alone: on the GPU, in its process, and with weights that never change.
 
 This file depends on vLLM's version, as does `engine/vllm_fakequant`. On H100s and H200s studies ran with 0.31.0, which
@@ -56,7 +56,7 @@ def create(
     slot: Mapping[str, Any] | None = None,
     raw_logprobs: bool = False,
 ) -> LLM:
-    """Return an engine in this process, beside the trained model.
+    """Return an engine in the process of the trained model.
 
     Args:
         model: the base's checkpoint folder; the first `load` overwrites its weights.
@@ -295,7 +295,7 @@ def sleep(engine: LLM, *, keeps: bool = False) -> None:
     """Free the engine's memory; its weights move to the host's memory, or the next rollout needs a `load`.
 
     Args:
-        keeps: move the weights, as an engine needs whose base is sent only once.
+        keeps: move the weights. An engine with a slot needs it, since its base is sent only once.
     """
     engine.sleep(level=1 if keeps else 2)
 

@@ -2,7 +2,7 @@
 
 Its `prompt_logprobs` differ from logits by a constant, which cancels where the loss normalizes over the likeliest
 tokens again. They are of temperature 1, so the temperature divides them here. TRL's client needs vLLM in training's
-environment, and TRL's loss for a server takes one token where KL is reversed; both are replaced.
+environment, and TRL's loss for a server uses one token where KL is reversed; both are replaced.
 """
 
 import json
@@ -150,7 +150,7 @@ def check(teacher: checkpoint.Checkpoint, job: Job) -> None:
 
 
 def compare(teacher: checkpoint.Checkpoint, server: Server, kl: Callable[[Tensor, Likeliest], Tensor]) -> None:
-    """Check that the server has the teacher, whose weights are read into main memory once.
+    """Check that the server has the teacher, by its logits; its weights are read into main memory once.
 
     Args:
         kl: from the server's likeliest tokens to logits (N, V), nats per token.

@@ -1,9 +1,10 @@
 """TRL's distillation trainer with another loss: the divergence over the teacher's likeliest tokens.
 
-TRL's own loss reads the teacher's whole distribution from a model in the same process. Ours takes the teacher from
-anywhere (`qrl/train/teacher`), so only K tokens of a position have to travel, and its processes may share one. Two
-methods are replaced: `compute_loss`, to ask the teacher before the student's forward pass, and `_compute_loss`, to
-compute the divergence. Batches, accumulation and metrics stay TRL's, and so does sampling unless vLLM samples.
+TRL's own loss reads the teacher's whole distribution from a model in the same process. Ours needs only the K likeliest
+tokens of a position, so the teacher may be in this process, divided over several, or behind a server
+(`qrl/train/teacher`). Two methods are replaced: `compute_loss`, to ask the teacher before the student's forward pass,
+and `_compute_loss`, to compute the divergence. Batches, accumulation and metrics stay TRL's, and so does sampling
+unless vLLM samples.
 """
 
 import functools

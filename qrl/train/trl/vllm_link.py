@@ -29,7 +29,7 @@ def sampling_with_vllm(base: type, settings: Rollout, qat: str, group_size: int,
 
     class Trainer(base):
         def __init__(self, *args, **kwargs):
-            # TRL would start an engine of its own: it is told of vLLM only afterwards.
+            # TRL would start an engine of its own, so `use_vllm` is set only afterwards.
             super().__init__(*args, **kwargs)
             self.use_vllm = True
             self.vllm_mode = settings.mode

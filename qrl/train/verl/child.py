@@ -1,4 +1,4 @@
-"""Processes of verl's and of Ray's: each ends with the training that started it, and takes along what it started.
+"""Processes of verl's and of Ray's: each ends with the training that started it, and so does all that it started.
 
 A training with verl is a tree of processes: a driver, Ray's daemons, workers, and vLLM's engines, several of them in
 process groups of their own. If one remained, it would keep its GPU. So every process of one training inherits a mark
@@ -63,7 +63,7 @@ def started(words: list[str], work: Path, **variables: str) -> Iterator[subproce
     Args:
         words: the module and its arguments.
         work: the folder it runs in, where its output goes to `MODULE.log`.
-        variables: of its environment, beside this process's own.
+        variables: of its environment, in addition to this process's own.
     """
     mark = uuid.uuid4().hex
     path = os.pathsep.join(filter(None, (str(process.ROOT), os.environ.get("PYTHONPATH"))))

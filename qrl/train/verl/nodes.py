@@ -99,13 +99,13 @@ def join(work: Path) -> None:
             time.sleep(_POLL_S)
 
 
-def check_joined(gpus: Sequence[int], nodes: int, each: int) -> None:
+def check_joined(gpus: Sequence[int], nodes: int, gpus_per_node: int) -> None:
     """Check that all nodes have joined a cluster, each with the same number of GPUs.
 
     Args:
         gpus: of every node that has joined.
         nodes: how many were expected.
-        each: how many GPUs verl will use on a node.
+        gpus_per_node: how many GPUs verl will use on a node.
 
     Raises:
         BadInput: the numbers of GPUs differ.
@@ -116,10 +116,10 @@ def check_joined(gpus: Sequence[int], nodes: int, each: int) -> None:
             f"{len(gpus)} of {nodes} nodes joined Ray in {JOIN_S} s: see their output in the job's log, check that the "
             "nodes reach each other's ports, and run the same command again."
         )
-    if set(gpus) != {each}:
+    if set(gpus) != {gpus_per_node}:
         raise BadInput(
             f"The training's nodes have {', '.join(map(str, sorted(gpus)))} GPUs, but verl needs the same number on "
-            f"each, here {each}: start the same number of processes on every node."
+            f"each, here {gpus_per_node}: start the same number of processes on every node."
         )
 
 

@@ -115,7 +115,7 @@ def run(job: Job) -> Trained:
     check(base, job)
     check_installed()
     start = time.perf_counter()
-    resumed_step = newest(job.work)
+    resumed_step = newest_step(job.work)
     log = job.work / f"metrics-{resumed_step:07}.jsonl"
     overrides = translate.overrides(job, write_questions(job)) | {LOG: str(log)}
     (job.work / arguments.FILE).write_text(json.dumps(overrides, indent=1) + "\n")
@@ -177,7 +177,7 @@ def write_configuration(work: Path, overrides: Mapping[str, object]) -> None:
     (work / "recipe.yaml").write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
 
-def newest(work: Path) -> int:
+def newest_step(work: Path) -> int:
     """Return the step of verl's newest whole checkpoint, from the file that verl writes last; 0 without any."""
     try:
         return int((work / translate.CHECKPOINTS / "latest_checkpointed_iteration.txt").read_text())
@@ -221,7 +221,7 @@ def merge(base: checkpoint.Checkpoint, base_digest: str, job: Job) -> None:
         base_digest: its digest at the start, for an adapter to name.
         job: of the training.
     """
-    actor = job.work / translate.CHECKPOINTS / f"global_step_{newest(job.work)}" / "actor"
+    actor = job.work / translate.CHECKPOINTS / f"global_step_{newest_step(job.work)}" / "actor"
     merged = job.work / "merged"
     shutil.rmtree(merged, ignore_errors=True)  # of a merge that was killed
     words = ["verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", str(actor), "--target_dir", str(merged)]
