@@ -305,7 +305,7 @@ def test_queries_keys_and_values_are_fed_one_and_the_same_tensor(monkeypatch):
     with torch.no_grad():
         model(**batch())
     assert len(seen) == 2 * 4  # of seven linears a layer: q, k and v have one input, gate and up another
-    assert all(fold.last is None for fold in qat.folds(model))
+    assert all(fold.latest_inputs is None for fold in qat.folds(model))
 
 
 def test_q_is_kept_in_the_dtype_of_the_forward_and_gradients_in_the_masters():
