@@ -1,4 +1,4 @@
-"""SpinQuant's rotations, undone: rotated weights and states become comparable with the original.
+"""SpinQuant's rotations, undone: rotated weights become comparable with the original.
 
 A rotation is block-diagonal; its blocks are Sylvester's Hadamard matrix over the root of its size. That is symmetric
 and orthogonal, so it is its own inverse. Source: SpinQuant's R1 and R2 (arXiv 2405.16406), as compressed-tensors fuses
