@@ -91,9 +91,7 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
         if broken:
             count = f"{len(broken)} of {len(cells)} cells are void"
             click.echo(f"qrl: {count}, so accuracy there does not count: see above.", err=True)
-            unhealthy = UnhealthyCell(" ".join(broken))
-            unhealthy.printed = True  # cell by cell, above
-            raise unhealthy
+            raise UnhealthyCell(" ".join(broken), is_printed=True)  # cell by cell, above
 
 
 def check(recipe: Recipe, given: str | None) -> dict[tuple[str, str], tuple[str, checkpoint.Checkpoint]]:

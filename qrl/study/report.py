@@ -90,11 +90,7 @@ def show(recipe: Recipe, launcher: Launcher) -> None:
 
 def leave(launcher: Launcher) -> None:
     """Print the command that compares the finished cells of a study that ends before its table."""
-    run_ids = {}
-    for label, result in launcher.results:
-        step, _, cell = label.partition(" ")
-        if step == "evaluate":
-            run_ids[cell] = result.run_id
+    run_ids = {obtained.label: obtained.result.run_id for obtained in launcher.results if obtained.step == "evaluate"}
     comparable = outcome.comparable(run_ids)
     if comparable:
         command = process.command("compare", {"cells": ",".join(comparable.values())})
