@@ -10,10 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from qrl import compare as room
 from qrl import figures, names
+from qrl.compare import (
+    Comparison,
+    from_counts,
+    from_questions,
+    narrow,
+    notes,
+    ranking,
+    read_counts,
+    read_logs,
+    read_questions,
+    sizes,
+)
 from qrl.compare import missing as absent
-from qrl.compare import notes, ranking, sizes
 from qrl.errors import BadInput, VerdictFailed
 from qrl.files import tables
 from qrl.recipe import Recipe
@@ -43,7 +53,7 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
 
     rows = evaluated.files(cells)
     frame = _answers(cells)
-    comparison = room.from_questions(frame, margin=recipe.compare.margin)  # raises before a run is opened
+    comparison = from_questions(frame, margin=recipe.compare.margin)  # raises before a run is opened
     key = keys.comparison(recipe, cells)
     with (
         workspace(f"compare-{key[:16]}") as work,
@@ -67,7 +77,7 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
     check_verdicts(comparison, failing)
 
 
-def notes_on(comparison: room.Comparison) -> list[str]:
+def notes_on(comparison: Comparison) -> list[str]:
     """Return a warning for each pair of variants that gave the same texts."""
     shown = {scheme: comparison.shown(scheme) for scheme in comparison.schemes}
     return notes.of_answers(notes.alike(comparison.answered), shown)
@@ -98,7 +108,7 @@ def _answers(cells: list[str]) -> pd.DataFrame:
     """Return the rows of evaluated cells; of their columns, only those that a comparison computes with if possible."""
     from qrl.tracking import cells as evaluated
 
-    frame = room.narrow([({}, path) for path in evaluated.files(cells)])
+    frame = narrow([({}, path) for path in evaluated.files(cells)])
     return evaluated.rows(cells) if frame is None else frame
 
 
@@ -122,9 +132,9 @@ def files(
     """
     of_logs = {name: given.pop(name) for name in ("metric", "filter")}
     if questions:
-        evidence = room.read_questions(questions, **given, whole=False)
+        evidence = read_questions(questions, **given, whole=False)
     elif logs:
-        evidence = room.read_logs(logs, reference=given["reference"], **of_logs, missing=missing)
+        evidence = read_logs(logs, reference=given["reference"], **of_logs, missing=missing)
     elif not counts:
         evidence = _answers(cells)
     margin = recipe.compare.margin
@@ -134,9 +144,9 @@ def files(
         text = write_methods(ranking.measure(absent.filled(evidence, missing)), Path(out))
     else:
         if counts:
-            comparison = room.from_counts(room.read_counts(counts), margin=margin, reference=given["reference"])
+            comparison = from_counts(read_counts(counts), margin=margin, reference=given["reference"])
         else:
-            comparison = room.from_questions(evidence, margin=margin, missing=missing)
+            comparison = from_questions(evidence, margin=margin, missing=missing)
         text = write(comparison, Path(out), [*notes_on(comparison), *kept])
     click.echo(text)
     click.echo(f"Written to {out}: {METHODS_FILES if rank else TABLE_FILES}.", err=True)
@@ -144,7 +154,7 @@ def files(
         check_verdicts(comparison, failing)
 
 
-def check_verdicts(comparison: room.Comparison, failing: Sequence[str]) -> None:
+def check_verdicts(comparison: Comparison, failing: Sequence[str]) -> None:
     """Do nothing unless verdicts are named on which to fail, such as "lost".
 
     Raises:
@@ -187,7 +197,7 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
         outcome.compared(recipe, cells)
 
 
-def write(comparison: room.Comparison, out: Path, found: Sequence[str] = ()) -> str:
+def write(comparison: Comparison, out: Path, found: Sequence[str] = ()) -> str:
     """Write table.md, table.json, notes.json, changed answers, figures; return the first's text.
 
     Args:

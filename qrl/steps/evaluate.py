@@ -14,8 +14,8 @@ from qrl import checkpoint, names, tasks
 from qrl.engine import device as devices
 from qrl.engine import hf, memory
 from qrl.errors import Objections, UnhealthyCell
-from qrl.evaluate import cells as room
 from qrl.evaluate import check_gpus, check_kv, groups, health, scores
+from qrl.evaluate.cells import Asked, Cell, Engines, ask, engine_of
 from qrl.formats import groups as groups_of_codes
 from qrl.recipe import Recipe
 from qrl.steps import answers, inputs, outcome, record, stored
@@ -69,18 +69,18 @@ def evaluate(recipe: Recipe, given: str | None) -> None:
         broken, run_ids = [], {}
         evaluations = [Evaluation(recipe, *cell, *weights, questions, device) for cell, weights in cells.items()]
         if recipe.evaluate.engine != hf.NAME:
-            evaluations.sort(key=lambda cell: room.engine_of(cell.weights.path, cell.scheme, recipe))
+            evaluations.sort(key=lambda cell: engine_of(cell.weights.path, cell.scheme, recipe))
         evaluations.sort(key=lambda cell: cell.scheme != names.FULL)  # what the others are judged beside
         answered = {cell.label: found for cell in evaluations if (found := _stored(cell))}
         asked = [cell for cell in evaluations if cell.label not in answered]
         variants: dict[str, stored.FullPrecision] = {}
-        with room.Engines() as engines, answers.in_processes(partial(_ask, engines), asked, _processes(asked)) as ask:
+        with Engines() as engines, answers.in_processes(partial(_ask, engines), asked, _processes(asked)) as answer:
             for evaluation in evaluations:
                 try:
                     if variants.get(evaluation.variant, stored.UNKNOWN).problems:
                         raise _void_beside(evaluation)
                     found = answered.get(evaluation.label)
-                    run_ids[evaluation.label] = _evaluate_cell(evaluation, ask, found, variants)
+                    run_ids[evaluation.label] = _evaluate_cell(evaluation, answer, found, variants)
                 except UnhealthyCell as error:
                     broken.append(str(error))
                     if (evaluation.variant, evaluation.scheme) == (names.BASE, names.FULL):
@@ -142,13 +142,13 @@ def _void_beside(cell: Evaluation) -> UnhealthyCell:
 
 
 def _evaluate_cell(
-    cell: Evaluation, ask: answers.Ask, found: stored.Answers | None, variants: dict[str, stored.FullPrecision]
+    cell: Evaluation, answer: answers.Ask, found: stored.Answers | None, variants: dict[str, stored.FullPrecision]
 ) -> str:
     """Evaluate one cell in a nested run; return the run's id.
 
     Args:
         cell: what is evaluated.
-        ask: obtains its answers.
+        answer: obtains its answers.
         found: answers of an earlier run, which are judged again instead.
         variants: what is known of each variant at full precision; this cell's is added.
 
@@ -168,7 +168,7 @@ def _evaluate_cell(
         runs.child(cell.name, params=labels | {"prompt_hash": prompt_hash}, tags=tags),
         tqdm(total=len(cell.questions) * settings.samples, desc=cell.name, unit="answer", leave=False) as bar,
     ):
-        asked = found.read() if found else ask(cell, bar.update)
+        asked = found.read() if found else answer(cell, bar.update)
         if found:
             click.echo(f"      {cell.name}: the answers of run {found.run_id[:8]} are judged again", err=True)
         uri = record.given(recipe, cell.address, cell.weights, cell.variant, names.stored(cell.scheme))
@@ -220,7 +220,7 @@ class _Judged:
     full: stored.FullPrecision = stored.UNKNOWN  # of the same variant, for a cell under a scheme
 
 
-def _judge(cell: Evaluation, asked: room.Asked, uri: str, variants: dict[str, stored.FullPrecision]) -> _Judged:
+def _judge(cell: Evaluation, asked: Asked, uri: str, variants: dict[str, stored.FullPrecision]) -> _Judged:
     """Judge a cell's answers, beside its variant at full precision; arguments as for `_full_precision`."""
     settings, rates, n = cell.recipe.evaluate, health.rates(asked.frame), len(asked.frame)
     beyond, problems = health.broken(rates, settings, n), health.problems(rates, settings, n)
@@ -253,7 +253,7 @@ def _full_precision(cell: Evaluation, uri: str, variants: dict[str, stored.FullP
     return found.at_full_precision(cell.recipe.evaluate) if found else stored.UNKNOWN
 
 
-def _tell(cell: Evaluation, judged: _Judged, asked: room.Asked) -> None:
+def _tell(cell: Evaluation, judged: _Judged, asked: Asked) -> None:
     """Print which limits a cell broke, with answers that did, and mark a cell that counts.
 
     Raises:
@@ -283,23 +283,26 @@ def _beside(cell: Evaluation, full: stored.FullPrecision) -> list[str]:
     return [f"{unknown}. Evaluate {cell.variant}:{names.FULL} with the same settings, then this cell again."]
 
 
-def _ask(engines: room.Engines, cell: Evaluation, progress: answers.Progress) -> room.Asked:
+def _ask(engines: Engines, cell: Evaluation, progress: answers.Progress) -> Asked:
     """Return a cell's answers; if memory runs out, all of them again in batches of half the size."""
-    asked, recipe, done = room.Cell(cell.variant, cell.scheme, cell.weights.path), cell.recipe, 0
+    asked, recipe, done = Cell(cell.variant, cell.scheme, cell.weights.path), cell.recipe, 0
 
     def count(n: int) -> None:
         nonlocal done
         done += n
         progress(n)
 
-    def ask(size: int) -> room.Asked:
+    def ask_in_batches(size: int) -> Asked:
         count(-done)
         sized = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"batch_size": size})})
-        return room.ask(asked, cell.questions, sized, cell.device, progress=count, engines=engines)
+        return ask(asked, cell.questions, sized, cell.device, progress=count, engines=engines)
 
     say = partial(click.secho, fg="yellow", err=True)
     return memory.halved(
-        ask, recipe.evaluate.batch_size, "evaluate.batch_size", say=lambda text: say(f"qrl: {cell.name}: {text}")
+        ask_in_batches,
+        recipe.evaluate.batch_size,
+        "evaluate.batch_size",
+        say=lambda text: say(f"qrl: {cell.name}: {text}"),
     )
 
 
@@ -311,7 +314,7 @@ def _sampled(metrics: dict[str, float], samples: int) -> str:
     return f" × {samples} samples, pass@{samples} {metrics[key]:.3f} ± {metrics[f'{key}_stderr']:.3f}"
 
 
-def _log_rows(asked: room.Asked, cell: Evaluation, stored_by: str, work: Path, seed: int) -> None:
+def _log_rows(asked: Asked, cell: Evaluation, stored_by: str, work: Path, seed: int) -> None:
     """Log the rows under the seed of the training that made the weights, and the seed of the questions beside it.
 
     Args:

@@ -8,8 +8,8 @@ from typing import Any
 import click
 import numpy as np
 
-from qrl import compare as room
 from qrl import figures, names, plan
+from qrl.compare import from_questions, read_questions
 from qrl.errors import BadInput
 from qrl.plan import table
 from qrl.stats.text import interval
@@ -63,7 +63,7 @@ def read_pilot(path: str, scheme: str | None, reference: str | None) -> tuple[di
     Raises:
         BadInput: the file or scheme is missing, the outcomes are not comparable, or they show no gain.
     """
-    comparison = room.from_questions(room.read_questions(path, reference=reference, whole=False))
+    comparison = from_questions(read_questions(path, reference=reference, whole=False))
     rows = {row.scheme: row for row, _, _ in comparison.judged() if row.variant == comparison.variants[1]}
     if not rows or (scheme and scheme not in rows):
         raise BadInput(

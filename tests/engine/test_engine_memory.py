@@ -49,7 +49,7 @@ def test_a_cell_is_answered_whole_in_smaller_batches(monkeypatch, capsys):
     weights = checkpoint.check(tiny.PATH)
     cell = evaluate.Evaluation(settings, "base", "full", str(tiny.PATH), weights, questions, "cpu")
     counted = []
-    asked = evaluate._ask(evaluate.room.Engines(), cell, counted.append)
+    asked = evaluate._ask(evaluate.Engines(), cell, counted.append)
     assert asked.receipt["batch_size"] == 3 and sum(counted) == len(asked.frame) == 8
     assert "base · full: Memory ran out with evaluate.batch_size = 6" in capsys.readouterr().err
 

@@ -64,7 +64,7 @@ def test_a_cell_has_the_same_answers_wherever_it_is_asked():
     questions = tasks.load("arithmetic", "heldout", 8, 0)
     stored = ("qrl-tiny", checkpoint.check(tiny.PATH))
     cells = [evaluate.Evaluation(settings, variant, "full", *stored, questions, "cpu") for variant in ("base", "grpo")]
-    answer = partial(evaluate._ask, evaluate.room.Engines())
+    answer = partial(evaluate._ask, evaluate.Engines())
     with answers.in_processes(answer, cells, 2) as wait:
         there = [wait(cell, lambda n: None) for cell in cells]
     here = answer(cells[0], lambda n: None)
