@@ -52,8 +52,8 @@ def _check_options(entry: str, words: tuple[str, ...]) -> None:
 
 @click.command("jobs")
 @option("--cancel", metavar="RUN", help="Cancel the job of a run; of a study, also its steps' jobs.")
-@option("--all", "every", is_flag=True, help="Show jobs that ended, too.")
-def jobs_command(cancel: str | None, every: bool) -> None:
+@option("--all", "include_ended", is_flag=True, help="Show jobs that ended, too.")
+def jobs_command(cancel: str | None, include_ended: bool) -> None:
     """List the store's jobs, and end the runs of dead ones.
 
     A dead job is one that ended without a report.
@@ -63,7 +63,7 @@ def jobs_command(cancel: str | None, every: bool) -> None:
 
     store.check_there()
     store.prepare()
-    for line in jobs.listed(cancel, every=every):
+    for line in jobs.listed(cancel, include_ended=include_ended):
         click.echo(line)
 
 

@@ -268,7 +268,7 @@ def settle_all(clusters: str = "%") -> list[str]:
     return [run.info.run_id for run in open_runs if run.data.tags[CLUSTER] in here and settle(run)]
 
 
-def listed(cancel: str | None = None, *, every: bool = False) -> list[str]:
+def listed(cancel: str | None = None, *, include_ended: bool = False) -> list[str]:
     """Settle the jobs of the store, cancel one if wanted, and return a line for each that waits or runs, or for all.
 
     Raises:
@@ -277,7 +277,7 @@ def listed(cancel: str | None = None, *, every: bool = False) -> list[str]:
     settle_all()
     if cancel:
         _cancel(cancel)
-    lines = [_line(run) for run in _search(f"tags.`{ID}` != ''" if every else _OPEN)]
+    lines = [_line(run) for run in _search(f"tags.`{ID}` != ''" if include_ended else _OPEN)]
     return lines or ["No job of this store waits or runs."]
 
 

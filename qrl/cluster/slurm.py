@@ -81,10 +81,10 @@ class Slurm:
         """
         timeout = None
         try:
-            done = call("sbatch", "--parsable", str(job.script), timeout=_SUBMIT_S)
-            if not done.returncode:
-                return done.stdout.strip().partition(";")[0]  # number;cluster
-            message = done.stderr
+            result = call("sbatch", "--parsable", str(job.script), timeout=_SUBMIT_S)
+            if not result.returncode:
+                return result.stdout.strip().partition(";")[0]  # number;cluster
+            message = result.stderr
         except Unanswered as error:
             timeout = error
             message = error.stderr
@@ -111,10 +111,10 @@ class Slurm:
     def state(self, job_id: str) -> State | None:
         """Return a job's state, from the controller's memory or else from accounting; None if Slurm does not answer."""
         with suppress(QrlError):
-            done = call("scontrol", "show", "job", "--oneliner", job_id)
-            if not done.returncode:
-                return _parsed(done.stdout)
-            if _UNKNOWN_JOB in done.stderr:
+            result = call("scontrol", "show", "job", "--oneliner", job_id)
+            if not result.returncode:
+                return _parsed(result.stdout)
+            if _UNKNOWN_JOB in result.stderr:
                 return _accounted(job_id)
         return None
 
@@ -168,8 +168,8 @@ def _job_name(job: Job) -> str:
 def _queued(job: Job) -> str:
     """Return the number of a job that Slurm took although sbatch did not report it; empty if there is none."""
     with suppress(QrlError):
-        done = call("squeue", "--noheader", "--states=all", f"--name={_job_name(job)}", "--format=%i %o")
-        for line in done.stdout.splitlines():
+        result = call("squeue", "--noheader", "--states=all", f"--name={_job_name(job)}", "--format=%i %o")
+        for line in result.stdout.splitlines():
             number, _, script = line.strip().partition(" ")
             if script == str(job.script):
                 return number
@@ -198,12 +198,12 @@ def _accounted(job_id: str) -> State:
     """Return the state that sacct gives; VANISHED if there is no accounting, or it does not know the job."""
     if not shutil.which("sacct"):
         return State(VANISHED)
-    done = call(
+    result = call(
         "sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job_id}", "--format=State,ExitCode,NodeList"
     )
-    if done.returncode or not done.stdout.strip():
+    if result.returncode or not result.stdout.strip():
         return State(VANISHED)
-    last_row = done.stdout.strip().splitlines()[-1]
+    last_row = result.stdout.strip().splitlines()[-1]
     state, exit_code, node = last_row.split("|")
     word = state.split()[0]  # `CANCELLED by 1000`
     if word in _WAITING_WORDS:

@@ -171,9 +171,9 @@ def announce(recipe: Recipe, name: str = "") -> None:
 
     if "MLFLOW_RUN_ID" not in os.environ:  # MLflow's command builds environments; others have only their own
         return
-    needed = {("quantize", scheme) for scheme in schemes}
-    needed |= {("train", trained_by(recipe)), ("evaluate", recipe.evaluate.engine)}
-    for step, choice in sorted(needed):
+    choices = {("quantize", scheme) for scheme in schemes}
+    choices |= {("train", trained_by(recipe)), ("evaluate", recipe.evaluate.engine)}
+    for step, choice in sorted(choices):
         folders = dict.fromkeys(folder for folder in FOLDERS.get((step, choice), ()) if folder)
         if folders:
             costs = " or ".join(f"{COSTS[folder]}, log in {log(Path(folder))}" for folder in folders)

@@ -151,14 +151,15 @@ def free_bytes(device: str) -> int:
 
     free = psutil.virtual_memory().available
     try:
-        limit_text = (_CGROUP / "memory.max").read_text().strip()
-        limit = math.inf if limit_text == "max" else int(limit_text)
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit == "max":
+            return free
         used = int((_CGROUP / "memory.current").read_text())
         statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
         file_cache = int(statistics["inactive_file"])  # counts as used, but is given up when memory is short
+        return min(free, int(limit) - used + file_cache)
     except (OSError, KeyError, ValueError):  # no container, or an older kernel's files
         return free
-    return min(free, limit - used + file_cache)
 
 
 def duration(seconds: float) -> str:

@@ -30,6 +30,8 @@ from qrl.tracking.keys import ROOT
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
+    from qrl.cluster.config import Cluster
+
 Failed = Callable[[list[str], QrlError], None]  # gets the labels left without a result, and the error
 ERRORS = {2: BadInput, 3: GateRefused}  # exit code of a launched step → the error to raise here
 STOPPED = 128  # a signal ended a step with an exit code above it, and not with a sentence of the step's own
@@ -108,7 +110,7 @@ class Launcher:
             if changes:
                 _print(f"{label} is not reused: {', '.join(changes)}")
         if not missing:
-            return self._note(step.name, runs_by_label, made=[])
+            return self._note(step.name, runs_by_label, new_labels=[])
 
         def say_waiting() -> None:
             _print(f"Another study on this store makes {step.name} ({', '.join(missing)}) now: waiting for it.")
@@ -123,24 +125,27 @@ class Launcher:
             missing = [label for label in missing if not runs_by_label[label]]
             if missing:
                 try:
-                    runs_by_label |= self._make(step, missing, failed, alone=len(missing) == len(runs_by_label))
+                    runs_by_label |= self._make(step, missing, failed, lacks_all=len(missing) == len(runs_by_label))
                 except QrlError:  # `report.leave` names what the step has made before it failed
                     runs_by_label |= self._find(step, missing)
-                    self._note(step.name, runs_by_label, made=missing)
+                    self._note(step.name, runs_by_label, new_labels=missing)
                     raise
-        return self._note(step.name, runs_by_label, made=missing)
+        return self._note(step.name, runs_by_label, new_labels=missing)
 
-    def _note(self, step: str, runs_by_label: dict[str, Run | None], *, made: list[str]) -> dict[str, Result]:
-        """Return the results among a step's runs, and keep them; those that were not `made` now were reused."""
-        results = {label: _result(run, reused=label not in made) for label, run in runs_by_label.items() if run}
+    def _note(self, step: str, runs_by_label: dict[str, Run | None], *, new_labels: list[str]) -> dict[str, Result]:
+        """Return the results among a step's runs, and keep them; those that are not new were reused."""
+        results = {label: _result(run, reused=label not in new_labels) for label, run in runs_by_label.items() if run}
         self.results += [Obtained(step, label, result) for label, result in results.items()]
         return results
 
     def _find(self, step: Step, labels: Iterable[str]) -> dict[str, Run | None]:
         return {label: reuse.find(step.name, step.keys[label]) for label in labels}
 
-    def _make(self, step: Step, missing: list[str], failed: Failed | None, *, alone: bool) -> dict[str, Run | None]:
-        """Launch a step once for all missing results, and return their runs; `alone`: the step wants no others."""
+    def _make(self, step: Step, missing: list[str], failed: Failed | None, *, lacks_all: bool) -> dict[str, Run | None]:
+        """Launch a step once for all missing results, and return their runs.
+
+        `lacks_all` says that the step wants no other results, so that nothing is left if it fails.
+        """
         error = None
         try:
             self._launch(step.folder, step.name, step.parameters(missing))
@@ -150,7 +155,7 @@ class Launcher:
         lost = [label for label, run in runs_by_label.items() if run is None]
 
         if error:
-            has_no_result = alone and lost == missing
+            has_no_result = lacks_all and lost == missing
             if failed is None or has_no_result:
                 raise error
             failed(lost, error)
@@ -275,9 +280,7 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
             runs.show_page(run_id)
 
 
-def _run(
-    folder: Path, step: str, parameters: dict[str, str], run_id: str, manager: str, nodes: cluster.config.Cluster | None
-) -> None:
+def _run(folder: Path, step: str, parameters: dict[str, str], run_id: str, manager: str, nodes: Cluster | None) -> None:
     """Run an entry point under a run: here, once its environment is built, or as a job of a cluster."""
     import mlflow
 

@@ -63,7 +63,8 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
     start = time.monotonic()
     check_checkout("study")
     device, base, teacher, dry_run = _check(recipe, overrides, yes=yes)
-    begin_builds(dry_run)
+    if dry_run:
+        begin_builds(dry_run)
 
     store.prepare()
     title = f"study of {Path(recipe.model).name} on {tasks.label(recipe.task)}"
@@ -90,7 +91,7 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
         return run.info.run_id
 
 
-def _check(recipe: Recipe, overrides: dict[str, str], *, yes: bool) -> tuple[str, str, str | None, DryRun]:
+def _check(recipe: Recipe, overrides: dict[str, str], *, yes: bool) -> tuple[str, str, str | None, DryRun | None]:
     """Check all that can be known before anything is trained, and raise every objection at once.
 
     Returns:
@@ -103,8 +104,9 @@ def _check(recipe: Recipe, overrides: dict[str, str], *, yes: bool) -> tuple[str
     registered_name = objections.check(registry.registered_name, recipe)  # the last step would refuse a bad name
     device, base = preflight.check(recipe, overrides, yes=yes, objections=objections)
     teacher = None
-    if recipe.train.teacher:
-        teacher = objections.check(lambda: checkpoint.check(addresses.folder(recipe.train.teacher)).digest)
+    teacher_address = recipe.train.teacher
+    if teacher_address:
+        teacher = objections.check(lambda: checkpoint.check(addresses.folder(teacher_address)).digest)
 
     dry_run = None
     if base:

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -252,7 +251,7 @@ def _rewarded(frame: pd.DataFrame, recipe: Recipe) -> pd.DataFrame:
     return frame.assign(**{REWARD: total})
 
 
-def _reward_values(frame: pd.DataFrame, name: str, recipe: Recipe) -> Sequence[float]:
+def _reward_values(frame: pd.DataFrame, name: str, recipe: Recipe) -> pd.Series | list[float]:
     """Return what one of training's rewards gives to each row's answer."""
     from qrl.train import reward
 
