@@ -32,9 +32,7 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__in
 CYCLES = {
     ("compare.comparison", "compare.record", "compare.scales", "compare.seeds", "compare.subgroups", "compare.table"),
     ("figures.cards", "figures.forest"),
-    ("formats.fakequant.file", "formats.fakequant.rounding"),
     ("registry.signing", "registry.versions"),
-    ("tasks.limits", "tasks.own"),
     ("train.qat.fold", "train.qat.linear"),
 }
 

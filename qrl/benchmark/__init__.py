@@ -5,6 +5,7 @@ slows all of them alike and rounds can be paired. One prompt at a time measures 
 measure throughput.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -94,17 +95,22 @@ def run(
     Raises:
         BadInput: there are fewer prompts than the largest batch needs.
     """
-    largest, available = max(settings.batches), min(map(len, prompts))
-    if available < largest:
-        raise BadInput(f"There are {available} prompts, but a batch of {largest} needs more: lower benchmark.batches.")
+    largest_batch = max(settings.batches)
+    available = min(map(len, prompts))
+    if available < largest_batch:
+        raise BadInput(
+            f"There are {available} prompts, but a batch of {largest_batch} needs more: lower benchmark.batches."
+        )
+
     with ExitStack() as stack:
         engines = [stack.enter_context(closing(open_engine(subject))) for subject in subjects]
-        for engine, own in zip(engines, prompts, strict=True):
+        for engine, subject_prompts in zip(engines, prompts, strict=True):
             for batch in settings.batches:
-                engine.ask(own[:batch], new_tokens=WARM_UP_TOKENS, fixed=True)
+                engine.ask(subject_prompts[:batch], new_tokens=WARM_UP_TOKENS, fixed=True)
+
         rows = []
-        for number, batch, place in product(range(settings.rounds), settings.batches, range(len(subjects))):
-            i = (place + number) % len(subjects)
+        for number, batch, position in product(range(settings.rounds), settings.batches, range(len(subjects))):
+            i = (position + number) % len(subjects)  # another subject goes first in every round
             turns = _turns(subjects[i], engines[i], prompts[i], batch, settings)
             rows += [{"round": number} | row for row in turns]
             progress(1)
@@ -113,12 +119,18 @@ def run(
 
 def _turns(subject: Subject, engine: Engine, prompts: Prompts, batch: int, settings: Benchmark) -> list[dict]:
     """Return the rows of one subject in one mode and round: as many whole batches as `requests` needs."""
-    common = {"variant": subject.variant, "scheme": subject.scheme, "engine": engine.name, "batch": batch}
-    common |= {"weights_bytes": engine.weights_bytes, "stored_bytes": subject.stored_bytes}
+    of_subject = {
+        "variant": subject.variant,
+        "scheme": subject.scheme,
+        "engine": engine.name,
+        "batch": batch,
+        "weights_bytes": engine.weights_bytes,
+        "stored_bytes": subject.stored_bytes,
+    }
     rows = []
-    for turn in range(-(-settings.requests // batch)):  # rounded up
-        chosen = [prompts[(turn * batch + i) % len(prompts)] for i in range(batch)]
-        result = engine.ask(chosen, new_tokens=settings.new_tokens, fixed=settings.length == "fixed")
+    for turn in range(math.ceil(settings.requests / batch)):
+        batch_prompts = [prompts[(turn * batch + i) % len(prompts)] for i in range(batch)]
+        result = engine.ask(batch_prompts, new_tokens=settings.new_tokens, fixed=settings.length == "fixed")
         of_turn = {"turn": turn, "turn_s": result.seconds, "cache_bytes": result.cache_bytes}
-        rows += [common | of_turn | asdict(request) for request in result.requests]
+        rows += [of_subject | of_turn | asdict(request) for request in result.requests]
     return rows

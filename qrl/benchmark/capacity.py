@@ -1,7 +1,7 @@
 """How many requests a second a server holds: arrivals at rising rates, until latency breaks a limit.
 
-Arrivals are open-loop: a request is sent when its time has come, whether or not earlier ones were answered. With a
-fixed number of clients, as without a rate, a slow server is also asked less, so that overload does not show.
+Arrivals are open-loop: a request is sent when its time has come, whether or not earlier ones were answered. A fixed
+number of clients would send a slow server fewer requests, so that overload would not show.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from qrl.errors import QrlError
 from qrl.stats import Estimate
 from qrl.stats.text import table
 
-FIRST, MOST, LEAST = 1.0, 4096.0, 1 / 64  # requests a second: the first rate, and the bounds of the search
+# Requests a second: where the search begins, and its bounds.
+FIRST_RATE = 1.0
+LARGEST_RATE = 4096.0
+SMALLEST_RATE = 1 / 64
 REFINEMENTS = 3  # steps of bisection, on a logarithmic scale: the rates around the limit are 2^(1/8) apart
-KEPT_UP = 0.9  # share of the requests that arrive a second that a server completes, or its queue grows without bound
+COMPLETED_SHARE = 0.9  # of the requests that arrive; a server that completes fewer has a queue that grows without bound
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,20 @@ class Point:
     failed: int = 0
 
     @property
-    def kept_up(self) -> bool:
+    def keeps_up(self) -> bool:
         """Whether no request failed, and as many were answered a second as a server without a queue answers."""
-        each = self.requests / self.completed_per_s.n  # of a round, which lasts until its last answer
-        possible = each / (each / self.rate + self.latency_p50_s.estimate)
-        return not self.failed and self.completed_per_s.high >= KEPT_UP * possible
+        if self.failed:
+            return False
+        # A round lasts until its last answer, so even a server without a queue completes less than arrives.
+        requests_per_round = self.requests / self.completed_per_s.n
+        round_s = requests_per_round / self.rate + self.latency_p50_s.estimate
+        possible_per_s = requests_per_round / round_s
+        return self.completed_per_s.high >= COMPLETED_SHARE * possible_per_s
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """The rates that one model's server was asked at, in rising order, and what it holds."""
+    """The measurements of one model's server at rising rates, and the largest rate that it holds."""
 
     variant: str
     scheme: str
@@ -60,36 +67,37 @@ class Capacity:
         return names.cell_name(self.variant, self.scheme)
 
     @property
-    def held(self) -> float:
-        """Requests a second at the limit: the largest rate below which all tried ones hold; 0 if none does."""
-        return self._largest("estimate")
+    def requests_per_s(self) -> float:
+        """The largest rate up to which every measured one is within the limit; 0 if none is."""
+        return self._largest_rate("estimate")
 
     @property
     def bounds(self) -> tuple[float, float]:
         """The largest rate whose latency is within the limit with its whole interval, and with a part of it."""
-        return self._largest("high"), self._largest("low")
+        return self._largest_rate("high"), self._largest_rate("low")
 
     @property
     def at_limit(self) -> Point | None:
-        """The point at the capacity; None where no rate holds."""
-        return next((point for point in self.points if point.rate == self.held), None)
+        """The point at the capacity; None if no rate is within the limit."""
+        return next((point for point in self.points if point.rate == self.requests_per_s), None)
 
     @property
     def text(self) -> str:
         """The capacity with its bounds, such as `45.3 [38.1, 45.3]`."""
-        if not self.held:
+        if not self.requests_per_s:
             return f"below {self.points[0].rate:.3g}"
         low, high = self.bounds
-        more = "≥ " if self.at_limit is self.points[-1] else ""
-        return f"{more}{self.held:.3g} [{low:.3g}, {high:.3g}]"
+        prefix = "≥ " if self.at_limit is self.points[-1] else ""  # the search ended before a rate broke the limit
+        return f"{prefix}{self.requests_per_s:.3g} [{low:.3g}, {high:.3g}]"
 
-    def _largest(self, end: str) -> float:
-        largest = 0.0
+    def _largest_rate(self, field: str) -> float:
+        """Return the largest rate up to which latency is within the limit, by a field of its estimate."""
+        largest_rate = 0.0
         for point in self.points:
-            if not point.kept_up or getattr(point.latency_p95_s, end) > self.limit_s:
+            if not point.keeps_up or getattr(point.latency_p95_s, field) > self.limit_s:
                 break
-            largest = point.rate
-        return largest
+            largest_rate = point.rate
+        return largest_rate
 
 
 def search(measure: Callable[[float], Point], limit_s: float) -> list[Point]:
@@ -105,25 +113,36 @@ def search(measure: Callable[[float], Point], limit_s: float) -> list[Point]:
     points: dict[float, Point] = {}
 
     def holds(rate: float) -> bool:
-        points[rate] = point = measure(rate)
-        return point.kept_up and point.latency_p95_s.estimate <= limit_s
+        point = measure(rate)
+        points[rate] = point
+        return point.keeps_up and point.latency_p95_s.estimate <= limit_s
 
-    rate = FIRST
+    rate = FIRST_RATE
     if holds(rate):
-        while rate < MOST and holds(2 * rate):
+        while rate < LARGEST_RATE and holds(2 * rate):
             rate *= 2
     else:
-        before, rate = points[rate].latency_p95_s, rate / 2
+        latency_at_double = points[rate].latency_p95_s
+        rate /= 2
         while not holds(rate):
-            if rate <= LEAST or points[rate].latency_p95_s.high >= before.estimate > limit_s:
-                return [points[each] for each in sorted(points)]  # waiting is not what takes the time
-            before, rate = points[rate].latency_p95_s, rate / 2
-    if 2 * rate in points:
+            latency = points[rate].latency_p95_s
+            # Half the rate takes as long: the time is not spent waiting in a queue, so no rate will do.
+            is_unchanged = latency.high >= latency_at_double.estimate > limit_s
+            if rate <= SMALLEST_RATE or is_unchanged:
+                return _by_rate(points)
+            latency_at_double = latency
+            rate /= 2
+
+    if 2 * rate in points:  # which broke the limit
         for _ in range(REFINEMENTS):
-            broken = min(other for other in points if other > rate)
-            middle = math.sqrt(rate * broken)
-            if holds(middle):
-                rate = middle
+            broken_rate = min(measured_rate for measured_rate in points if measured_rate > rate)
+            middle_rate = math.sqrt(rate * broken_rate)
+            if holds(middle_rate):
+                rate = middle_rate
+    return _by_rate(points)
+
+
+def _by_rate(points: dict[float, Point]) -> list[Point]:
     return [points[rate] for rate in sorted(points)]
 
 
@@ -135,10 +154,16 @@ def point(rate: float, results: Sequence[dict]) -> Point:
     """
     if not all(result["completed"] for result in results):
         raise QrlError(f"The server completed no request of a round at {rate:.3g} a second: see its log.")
-    counts = {key: sum(result.get(key, 0) for result in results) for key in ("completed", "failed")}
-    over = {name: summary.over_rounds([result[key] / per for result in results]) for name, (key, per) in UNITS.items()}
-    completed = summary.over_rounds([result["request_throughput"] for result in results])
-    return Point(rate, completed_per_s=completed, requests=counts["completed"], failed=counts["failed"], **over)
+    estimates = {
+        name: summary.over_rounds([result[key] / units for result in results]) for name, (key, units) in UNITS.items()
+    }
+    return Point(
+        rate,
+        completed_per_s=summary.over_rounds([result["request_throughput"] for result in results]),
+        requests=sum(result["completed"] for result in results),
+        failed=sum(result.get("failed", 0) for result in results),
+        **estimates,
+    )
 
 
 def markdown(measured: Sequence[Capacity]) -> str:
@@ -153,13 +178,21 @@ def markdown(measured: Sequence[Capacity]) -> str:
     ]
     rows = []
     for capacity in measured:
-        at, size = capacity.at_limit, f"{capacity.request_cache_bytes / 1e6:.2f}"
+        at_limit = capacity.at_limit
         speeds = ["–"] * 3
-        if at:
-            seconds = (summary.text(value, 3) for value in (at.latency_p95_s, at.first_token_s))
-            speeds = [*seconds, summary.text(at.tokens_per_s, 0)]
-        rows.append([capacity.label, capacity.text, *speeds, size])
-    first, points = measured[0], [point for capacity in measured for point in capacity.points]
+        if at_limit:
+            speeds = [
+                summary.text(at_limit.latency_p95_s, 3),
+                summary.text(at_limit.first_token_s, 3),
+                summary.text(at_limit.tokens_per_s, 0),
+            ]
+        cache_mb = f"{capacity.request_cache_bytes / 1e6:.2f}"
+        rows.append([capacity.label, capacity.text, *speeds, cache_mb])
+
+    first = measured[0]
+    points = []
+    for capacity in measured:
+        points += capacity.points
     note = (
         f"{first.engine}; `vllm bench serve`, open-loop Poisson arrivals. The limit is a 95th percentile of latency of "
         f"{first.limit_s:g} s; rates were tried down to steps of 2^(1/8). Brackets are 95 % intervals over "
@@ -173,5 +206,9 @@ def markdown(measured: Sequence[Capacity]) -> str:
 def metrics(capacity: Capacity) -> dict[str, float]:
     """Return metric name → value of a model's run."""
     low, high = capacity.bounds
-    values = {"serve/capacity_per_s": capacity.held, "serve/capacity_per_s_low": low, "serve/capacity_per_s_high": high}
-    return values | {"serve/kv_cache_bytes_per_request": capacity.request_cache_bytes}
+    return {
+        "serve/capacity_per_s": capacity.requests_per_s,
+        "serve/capacity_per_s_low": low,
+        "serve/capacity_per_s_high": high,
+        "serve/kv_cache_bytes_per_request": capacity.request_cache_bytes,
+    }

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import product
 from pathlib import Path
 
 from qrl import process
@@ -74,16 +73,25 @@ class Client(AbstractContextManager):
                 "`mlflow run . -e benchmark -P url=… --env-manager uv` on a machine with a GPU, or measure without "
                 "--url."
             )
-        self._server, self._tokenizer, self._settings, self._asked = (url, model), tokenizer, settings, 0
+        self._url = url
+        self._model = model
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._measurements = 0  # begun so far
         self._temporary = tempfile.TemporaryDirectory(prefix="qrl-benchmark-")
         self._folder = Path(self._temporary.name)
-        self._prompts, self._log = self._folder / "prompts.jsonl", self._folder / "log"
+        self._log = self._folder / "log"
+        self._prompts = self._folder / "prompts.jsonl"
         self._prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
-        key = {"OPENAI_API_KEY": api_key} if api_key else {}
+
+        environment = dict(os.environ)
+        if api_key:
+            environment["OPENAI_API_KEY"] = api_key
+        command = [sys.executable, "-c", _PROGRAM, str(process.ROOT), str(os.getpid())]
         with open(self._log, "w") as log:
-            words = [sys.executable, "-c", _PROGRAM, str(process.ROOT), str(os.getpid())]
-            streams = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log}
-            self._process = subprocess.Popen(words, env=os.environ | key, text=True, **streams)
+            self._process = subprocess.Popen(
+                command, env=environment, text=True, stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
 
     def __exit__(self, *_error: object) -> None:
         self._process.kill()
@@ -104,44 +112,61 @@ class Client(AbstractContextManager):
         Raises:
             QrlError: the benchmark failed; its last lines are quoted.
         """
-        settings, folder = self._settings, self._folder / str(self._asked)
-        plan = {} if self._asked else {folder / "warm-up.json": {"clients": max(settings.batches)}}
-        self._asked += 1
+        settings = self._settings
+        folder = self._folder / str(self._measurements)
         folder.mkdir()
-        key, values = ("clients", settings.batches) if rate is None else ("rate", (rate,))
-        for number, value in product(range(settings.rounds), values):
-            plan[folder / f"{number}-{value}.json"] = {"round": number, key: value}
-        where = (*self._server, self._prompts, self._tokenizer)
-        rounds, done = [options(*where, load, settings, path) for path, load in plan.items()], folder / "done"
-        with contextlib.suppress(BrokenPipeError):
+        plan: dict[Path, dict[str, float]] = {}  # file of a result → the load that it is measured under
+        if not self._measurements:  # the server's first requests compile and allocate
+            plan[folder / "warm-up.json"] = {"clients": max(settings.batches)}
+        self._measurements += 1
+        for number in range(settings.rounds):
+            if rate is None:
+                for clients in settings.batches:
+                    plan[folder / f"{number}-{clients}.json"] = {"round": number, "clients": clients}
+            else:
+                plan[folder / f"{number}-{rate}.json"] = {"round": number, "rate": rate}
+
+        rounds = [
+            options(self._url, self._model, self._prompts, self._tokenizer, load, settings, path)
+            for path, load in plan.items()
+        ]
+        done = folder / "done"
+        with contextlib.suppress(BrokenPipeError):  # the process has ended: its log says why, below
             print(json.dumps([rounds, str(done)]), file=self._process.stdin, flush=True)
         while not done.is_file() and self._process.poll() is None:
             time.sleep(0.05)
+
         if not all(path.is_file() for path in (*plan, done)):
-            last = "\n".join(f"  {line}" for line in self._log.read_text().splitlines()[-8:])
-            failed = f"`vllm bench serve` failed against {self._server[0]} (exit code {self._process.poll()})"
-            raise QrlError(f"{failed}. Its last lines:\n{last}")
-        return [run | json.loads(path.read_text()) for path, run in plan.items() if "round" in run]
+            last_lines = "\n".join(f"  {line}" for line in self._log.read_text().splitlines()[-8:])
+            failure = f"`vllm bench serve` failed against {self._url} (exit code {self._process.poll()})"
+            raise QrlError(f"{failure}. Its last lines:\n{last_lines}")
+        return [load | json.loads(path.read_text()) for path, load in plan.items() if "round" in load]
 
 
 def options(
     url: str, model: str, prompts: Path, tokenizer: Path, load: Mapping[str, float], settings: Benchmark, result: Path
 ) -> list[str]:
     """Return the options of vLLM's benchmark for one round, with a number of `clients` or at a `rate` of arrivals."""
-    least = settings.requests
-    if "rate" in load:  # a seed of its own: other arrivals in every round
-        least = max(least, math.ceil(load["rate"] * settings.round_s))
-        how = {"num-prompts": least, "request-rate": load["rate"], "seed": load["round"]}
+    if "rate" in load:
+        requests = max(settings.requests, math.ceil(load["rate"] * settings.round_s))
+        # The seed draws the times of arrival: they differ from round to round.
+        load_options = {"num-prompts": requests, "request-rate": load["rate"], "seed": load["round"]}
     else:
-        how = {"num-prompts": max(least, load["clients"]), "max-concurrency": load["clients"], "seed": 0}
-    values = how | {
+        requests = max(settings.requests, load["clients"])
+        load_options = {"num-prompts": requests, "max-concurrency": load["clients"], "seed": 0}
+    values = load_options | {
         "backend": "openai", "base-url": url, "endpoint": "/v1/completions", "model": model, "served-model-name": model,
         "tokenizer": str(tokenizer), "dataset-name": "custom", "dataset-path": str(prompts),
         "custom-output-len": settings.new_tokens, "temperature": 0, "percentile-metrics": "ttft,tpot,itl,e2el",
         "metric-percentiles": "50,95", "result-dir": str(result.parent), "result-filename": result.name,
     }  # fmt: skip
-    flags = ["--save-result", "--skip-chat-template", *(["--ignore-eos"] if settings.length == "fixed" else [])]
-    return [word for key, value in values.items() for word in (f"--{key}", str(value))] + flags
+    words = []
+    for key, value in values.items():
+        words += [f"--{key}", str(value)]
+    words += ["--save-result", "--skip-chat-template"]
+    if settings.length == "fixed":
+        words.append("--ignore-eos")
+    return words
 
 
 def lines(results: Sequence[dict], subject: Subject, engine: str) -> list[summary.Line]:
@@ -154,11 +179,16 @@ def lines(results: Sequence[dict], subject: Subject, engine: str) -> list[summar
     if failed or not all(result["completed"] for result in results):
         total = sum(result["num_prompts"] for result in results)
         raise QrlError(f"The server failed {failed} of {total} requests, so its speed does not count: see its log.")
-    by_line = []
+    lines_by_clients = []
     for clients in sorted({result["clients"] for result in results}):
         rounds = [result for result in results if result["clients"] == clients]
         requests = sum(result["completed"] for result in rounds)
-        estimates = [summary.over_rounds([result[key] / per for result in rounds]) for key, per in UNITS.values()]
-        cell = (subject.variant, subject.scheme, engine)
-        by_line.append(summary.Line(*cell, clients, requests, *estimates, subject.stored_bytes))
-    return by_line
+        estimates = {
+            name: summary.over_rounds([result[key] / units for result in rounds])
+            for name, (key, units) in UNITS.items()
+        }
+        line = summary.Line(
+            subject.variant, subject.scheme, engine, clients, requests, stored_bytes=subject.stored_bytes, **estimates
+        )
+        lines_by_clients.append(line)
+    return lines_by_clients

@@ -42,11 +42,13 @@ def lines(frame: pd.DataFrame) -> list[Line]:
     """Return a line per model and mode of `benchmark.run`: models in the order of their first rows, modes by batch."""
     groups = dict(iter(frame.groupby(["variant", "scheme", "batch"])))
     cells = list(dict.fromkeys(zip(frame["variant"], frame["scheme"], strict=True)))
-    return [
-        _line(groups[*cell, batch], None if cell == cells[0] else groups[*cells[0], batch])
-        for cell in cells
-        for batch in sorted(frame["batch"].unique())
-    ]
+    first_cell = cells[0]
+    lines_of_cells = []
+    for cell in cells:
+        for batch in sorted(frame["batch"].unique()):
+            reference = groups[*first_cell, batch] if cell != first_cell else None
+            lines_of_cells.append(_line(groups[*cell, batch], reference))
+    return lines_of_cells
 
 
 def over_rounds(values: Sequence[float]) -> Estimate:
@@ -79,18 +81,19 @@ def markdown(lines: Sequence[Line], note: str, at_once: str = "batch") -> str:
         "model", at_once, "tokens/s", f"× {lines[0].label}", "latency p50, s", "p95, s", "first token, s",
         "weights on disk, MB", "in memory, MB", "KV cache, MB",
     ]  # fmt: skip
-    rows = [
-        [
+    rows = []
+    for line in lines:
+        row = [
             line.label,
             str(line.batch),
             text(line.tokens_per_s, 1),
             text(line.relative, 2) if line.relative else "1",
-            *(text(seconds, 4) for seconds in (line.latency_p50_s, line.latency_p95_s, line.first_token_s)),
-            *("not known" if size is None else f"{size / 1e6:.2f}" for size in (getattr(line, key) for key in SIZES)),
         ]
-        for line in lines
-    ]
-    n, rounds = min(line.requests for line in lines), lines[0].tokens_per_s.n
+        row += [text(seconds, 4) for seconds in (line.latency_p50_s, line.latency_p95_s, line.first_token_s)]
+        row += [_megabytes(getattr(line, key)) for key in SIZES]
+        rows.append(row)
+    n = min(line.requests for line in lines)
+    rounds = lines[0].tokens_per_s.n
     brackets = f"brackets are 95 % intervals over {rounds} interleaved rounds, n = {n} requests or more a line"
     return "\n".join(table(head, rows)) + f"\n\n{lines[0].engine}; {brackets}. {note}\n"
 
@@ -101,34 +104,55 @@ def metrics(lines: Sequence[Line]) -> dict[tuple[str, str], dict[int, dict[str, 
     for line in lines:
         values = {}
         for key in ESTIMATES:
-            value = getattr(line, key)
-            values |= {f"serve/{key}": value.estimate, f"serve/{key}_low": value.low, f"serve/{key}_high": value.high}
+            estimate = getattr(line, key)
+            values[f"serve/{key}"] = estimate.estimate
+            values[f"serve/{key}_low"] = estimate.low
+            values[f"serve/{key}_high"] = estimate.high
         sizes = {key.replace("cache", "kv_cache"): getattr(line, key) for key in SIZES}
         values |= {f"serve/{key}": size for key, size in sizes.items() if size is not None}
         cells.setdefault((line.variant, line.scheme), {})[line.batch] = values
     return cells
 
 
-def _line(rows: pd.DataFrame, first: pd.DataFrame | None) -> Line:
-    """Return the line of a model's rows in one mode, compared with the first model's rows."""
-    speeds, by_round = _speeds(rows), rows.groupby("round")
+def _megabytes(size: int | None) -> str:
+    return "not known" if size is None else f"{size / 1e6:.2f}"
+
+
+def _line(rows: pd.DataFrame, reference: pd.DataFrame | None) -> Line:
+    """Return the line of a model's rows in one mode, compared with the first model's rows; None for the first."""
+    speeds = _speeds(rows)
+    relative = None
+    if reference is not None:
+        ratios = [speed / first_speed for speed, first_speed in zip(speeds, _speeds(reference), strict=True)]
+        relative = over_rounds(ratios)
+    by_round = rows.groupby("round")
     return Line(
-        **{key: rows[key].iloc[0] for key in ("variant", "scheme", "engine")},
+        variant=rows["variant"].iloc[0],
+        scheme=rows["scheme"].iloc[0],
+        engine=rows["engine"].iloc[0],
         batch=int(rows["batch"].iloc[0]),
         requests=len(rows),
         tokens_per_s=over_rounds(speeds),
-        relative=first if first is None else over_rounds([a / b for a, b in zip(speeds, _speeds(first), strict=True)]),
+        relative=relative,
         latency_p50_s=over_rounds(by_round["latency_s"].quantile(0.5).tolist()),
         latency_p95_s=over_rounds(by_round["latency_s"].quantile(0.95).tolist()),
         first_token_s=over_rounds(by_round["first_token_s"].quantile(0.5).tolist()),
-        **{key: None if rows[key].isna().any() else int(rows[key].max()) for key in SIZES},
+        **{key: _largest(rows[key]) for key in SIZES},
     )
+
+
+def _largest(sizes: pd.Series) -> int | None:
+    """Return the largest size in bytes; None if one is unknown."""
+    return None if sizes.isna().any() else int(sizes.max())
 
 
 def _speeds(rows: pd.DataFrame) -> list[float]:
     """Return each round's tokens per second: all new tokens over the wall time of all turns."""
-    rounds = [part for _, part in rows.groupby("round", sort=True)]
-    return [part["new_tokens"].sum() / part.drop_duplicates("turn")["turn_s"].sum() for part in rounds]
+    speeds = []
+    for _, of_round in rows.groupby("round", sort=True):
+        seconds = of_round.drop_duplicates("turn")["turn_s"].sum()  # every request of a turn has the turn's time
+        speeds.append(of_round["new_tokens"].sum() / seconds)
+    return speeds
 
 
 def text(value: Estimate, digits: int) -> str:

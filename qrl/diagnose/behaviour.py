@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from qrl.diagnose.weights import place
+from qrl.diagnose.weights import tensor_labels
 from qrl.formats import rtn
 from qrl.recipe.sections import Diagnose
 
 POSITIONS = 2048  # at most, in one batch, so that logits fit into memory
+MOST_TEXTS = 64  # in one batch
 Texts = Sequence[Sequence[int]]  # token ids
 Sums = tuple[float, int, int]  # of one text: summed divergence, positions with the same top token, positions
 
@@ -62,9 +63,11 @@ def sensitivity(model: PreTrainedModel, texts: Texts, settings: Diagnose = Diagn
     """
     layers: dict[int, list] = {}
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and (layer := place(name)["layer"]) >= 0:
+        layer = tensor_labels(name)["layer"]
+        if isinstance(module, torch.nn.Linear) and layer >= 0:
             layers.setdefault(layer, []).append(module)
     sums: dict[int, list[Sums]] = {layer: [] for layer in sorted(layers)}
+    # Batches outside, layers inside: logits at full precision are computed once, and only one batch of them is kept.
     for batch in _batches(texts):
         full = _log_probabilities(model, batch)
         for layer, of_texts in sums.items():
@@ -75,6 +78,7 @@ def sensitivity(model: PreTrainedModel, texts: Texts, settings: Diagnose = Diagn
 
 @contextmanager
 def _rounded(modules: list, settings: Diagnose) -> Iterator[None]:
+    """Round the weights of linears within the `with` block."""
     originals = [module.weight.data for module in modules]
     try:
         for module, weight in zip(modules, originals, strict=True):
@@ -90,7 +94,9 @@ def _batches(texts: Texts) -> Iterator[Texts]:
     """Yield the texts in order, as many at a time as have logits that fit into memory."""
     first = 0
     while first < len(texts):
-        batch = texts[first : first + max(1, POSITIONS // max(map(len, texts[first : first + 64])))][:64]
+        candidates = texts[first : first + MOST_TEXTS]
+        longest = max(map(len, candidates))
+        batch = candidates[: max(1, POSITIONS // longest)]
         yield batch
         first += len(batch)
 
@@ -106,8 +112,9 @@ def _log_probabilities(model: PreTrainedModel, batch: Texts) -> list[Tensor]:
 
 
 def _compare(full: list[Tensor], quantized: PreTrainedModel, batch: Texts) -> Iterator[Sums]:
-    answers = _log_probabilities(quantized, batch)
-    for p, q in zip((values.to(quantized.device) for values in full), answers, strict=True):
+    """Yield the sums of each text, given its log-probabilities at full precision."""
+    for full_row, q in zip(full, _log_probabilities(quantized, batch), strict=True):
+        p = full_row.to(quantized.device)
         divergence = torch.nn.functional.kl_div(q.double(), p.double(), reduction="sum", log_target=True).item()
         yield divergence, int((p.argmax(-1) == q.argmax(-1)).sum()), len(q)
 
@@ -115,8 +122,10 @@ def _compare(full: list[Tensor], quantized: PreTrainedModel, batch: Texts) -> It
 def _summary(rows: list[Sums]) -> Behaviour:
     if len(rows) < 2:
         raise ValueError(f"A standard error needs two texts, but there are {len(rows)}.")
-    kl, agreement = (_ratio([row[i] for row in rows], [row[2] for row in rows]) for i in (0, 1))
-    return Behaviour(*kl, *agreement, len(rows), sum(row[2] for row in rows))
+    divergences, agreements, positions = (list(column) for column in zip(*rows, strict=True))
+    kl, kl_stderr = _ratio(divergences, positions)
+    agreement, agreement_stderr = _ratio(agreements, positions)
+    return Behaviour(kl, kl_stderr, agreement, agreement_stderr, len(rows), sum(positions))
 
 
 def _ratio(sums: list[float], sizes: list[int]) -> tuple[float, float]:
@@ -124,6 +133,7 @@ def _ratio(sums: list[float], sizes: list[int]) -> tuple[float, float]:
 
     Source: Cochran, Sampling Techniques, 3rd ed., equation 6.13.
     """
-    n, mean = len(sums), sum(sums) / sum(sizes)
-    spread = sum((part - mean * size) ** 2 for part, size in zip(sums, sizes, strict=True)) / (n - 1)
-    return mean, math.sqrt(spread / n) / (sum(sizes) / n)
+    n = len(sums)
+    mean = sum(sums) / sum(sizes)
+    variance = sum((text_sum - mean * size) ** 2 for text_sum, size in zip(sums, sizes, strict=True)) / (n - 1)
+    return mean, math.sqrt(variance / n) / (sum(sizes) / n)

@@ -43,8 +43,8 @@ def by_size(counts: Tensor, dtype: torch.dtype) -> Sorted:
     """Return the weights that occur, by size."""
     values, order, finite = _patterns(dtype)
     counts = counts.cpu()[order]
-    there = counts.nonzero().flatten()
-    return Sorted(values[there], counts[there], int(counts[finite:].sum()), exact(dtype))
+    occurring = counts.nonzero().flatten()
+    return Sorted(values[occurring], counts[occurring], int(counts[finite:].sum()), exact(dtype))
 
 
 @dataclass(frozen=True)
@@ -67,17 +67,22 @@ class Sorted:
 
     def median_range(self) -> tuple[float, float, int]:
         """Return low and high with low ≤ lower median of |w| < high, and how many weights are below low."""
-        at = _at(self.counts.cumsum(0), (self.n - 1) // 2)
-        low = self.values[at].abs()
-        bits = low.float().view(torch.int32) + (1 << _SHIFT)  # at which the next range of float32 begins
-        high = low if self.exact else bits.view(torch.float32)
-        return low.item(), high.item(), int(self.counts[:at].sum())
+        index = _index_of_rank(self.counts.cumsum(0), (self.n - 1) // 2)
+        low = self.values[index].abs()
+        high = low
+        if not self.exact:
+            next_range_bits = low.float().view(torch.int32) + (1 << _SHIFT)
+            high = next_range_bits.view(torch.float32)
+        return low.item(), high.item(), int(self.counts[:index].sum())
 
     def quantiles(self, shares: dict[str, float]) -> dict[str, float]:
         """Return by name the |w| that this share of weights does not exceed; of float32 up to 1/256 too small."""
-        below = self.counts.cumsum(0)
-        ranks = {name: math.ceil(share * self.n) - 1 for name, share in shares.items()}
-        return {name: self.values[_at(below, rank)].abs().item() for name, rank in ranks.items()}
+        cumulative = self.counts.cumsum(0)
+        quantiles = {}
+        for name, share in shares.items():
+            rank = math.ceil(share * self.n) - 1
+            quantiles[name] = self.values[_index_of_rank(cumulative, rank)].abs().item()
+        return quantiles
 
 
 class ExactMedian:
@@ -92,32 +97,36 @@ class ExactMedian:
         self.low, self.high, below = sizes.median_range()
         self.rank = (sizes.n - 1) // 2 - below  # of the median among the sizes near it
         self.multiplier = outlier_multiplier
-        self.edges = (outlier_multiplier * self.low * (1 - 1e-6), outlier_multiplier * self.high * (1 + 1e-6))
-        self.middle: list[Tensor] = []
-        self.near: list[Tensor] = []
+        # Sizes between these may be outliers or not, which the exact median decides; larger ones are.
+        self.outlier_low = outlier_multiplier * self.low * (1 - 1e-6)
+        self.outlier_high = outlier_multiplier * self.high * (1 + 1e-6)
+        self.near_median: list[Tensor] = []
+        self.near_threshold: list[Tensor] = []
         self.above = 0
 
     def add(self, _first: int, block: Tensor) -> None:
         """Add rows (R, I), each row of the matrix once."""
         sizes = block.float().abs().flatten()
-        self.middle.append(sizes[(sizes >= self.low) & (sizes < self.high)].cpu())
-        self.near.append(sizes[(sizes >= self.edges[0]) & (sizes < self.edges[1])].cpu())
-        self.above += int((sizes >= self.edges[1]).sum())
+        self.near_median.append(sizes[(sizes >= self.low) & (sizes < self.high)].cpu())
+        self.near_threshold.append(sizes[(sizes >= self.outlier_low) & (sizes < self.outlier_high)].cpu())
+        self.above += int((sizes >= self.outlier_high).sum())
 
-    def merge(self, other: ExactMedian) -> None:
-        """Add the rows of another pass over the same matrix."""
-        self.middle += other.middle
-        self.near += other.near
-        self.above += other.above
+    def merge(self, rows: ExactMedian) -> None:
+        """Add other rows of the same matrix."""
+        self.near_median += rows.near_median
+        self.near_threshold += rows.near_threshold
+        self.above += rows.above
 
     def result(self) -> tuple[float, int]:
         """Return the lower median of |w|, and how many |w| are larger than the multiplier times it."""
-        median = torch.cat(self.middle).kthvalue(self.rank + 1).values.item()
-        return median, self.above + int((torch.cat(self.near).double() > self.multiplier * median).sum())
+        median = torch.cat(self.near_median).kthvalue(self.rank + 1).values.item()
+        outliers = torch.cat(self.near_threshold).double() > self.multiplier * median
+        return median, self.above + int(outliers.sum())
 
 
-def _at(below: Tensor, rank: int) -> int:
-    return int(torch.searchsorted(below, rank, right=True))
+def _index_of_rank(cumulative: Tensor, rank: int) -> int:
+    """Return the index of the value with this rank, counted from 0, by cumulative counts."""
+    return int(torch.searchsorted(cumulative, rank, right=True))
 
 
 @cache
@@ -127,7 +136,9 @@ def _patterns(dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
     The first two are (65536,), float64 and int64; of float32 a weight is the smallest |w| of its range.
     """
     patterns = torch.arange(PATTERNS, dtype=torch.int32)
-    stored = patterns.to(torch.int16).view(dtype) if exact(dtype) else (patterns << _SHIFT).view(torch.float32)
-    values = stored.double()
+    if exact(dtype):
+        values = patterns.to(torch.int16).view(dtype).double()
+    else:
+        values = (patterns << _SHIFT).view(torch.float32).double()
     order = values.abs().nan_to_num(math.inf, posinf=math.inf).sort(stable=True).indices
     return values[order], order, int(torch.isfinite(values).sum())

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 EXACT = 512  # the smaller side up to which a matrix is decomposed
-VECTORS, STEPS = 16, 24
+VECTORS = 16
+STEPS = 24
 
 
 def effective(matrix: Tensor, exact: int = EXACT) -> tuple[float, float]:
@@ -30,25 +31,30 @@ def effective(matrix: Tensor, exact: int = EXACT) -> tuple[float, float]:
     Returns:
         Between 1 and min(O, I), give or take the standard error; 0 for a matrix of zeros.
     """
-    matrix = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    if matrix.shape[0] > matrix.shape[1]:
+        matrix = matrix.T
     largest = max(end.abs() for end in torch.aminmax(matrix))
     if largest == 0:
         return 0.0, 0.0
     if matrix.shape[0] <= exact:
-        wide = matrix.double() / largest
-        squares = torch.linalg.eigvalsh(wide @ wide.T).clamp_(min=0)
-        return _from_sums(*_integrands(squares).sum(-1).tolist()), 0.0
+        scaled = matrix.double() / largest
+        squares = torch.linalg.eigvalsh(scaled @ scaled.T).clamp_(min=0)
+        return _from_sums(_integrands(squares).sum(-1)), 0.0
+
     sums = _quadrature(matrix, largest)  # (2, VECTORS)
-    whole = _from_sums(*sums.mean(1).tolist())
-    without = [_from_sums(*((sums.sum(1) - sums[:, i]) / (VECTORS - 1)).tolist()) for i in range(VECTORS)]
-    middle = sum(without) / VECTORS
-    jackknife = (VECTORS - 1) / VECTORS * sum((value - middle) ** 2 for value in without)
-    return whole, math.sqrt(jackknife)
+    rank = _from_sums(sums.mean(1))
+
+    # The jackknife: the rank without each of the vectors.
+    leave_one_out = [_from_sums((sums.sum(1) - sums[:, i]) / (VECTORS - 1)) for i in range(VECTORS)]
+    mean = sum(leave_one_out) / VECTORS
+    variance = (VECTORS - 1) / VECTORS * sum((value - mean) ** 2 for value in leave_one_out)
+    return rank, math.sqrt(variance)
 
 
-def _from_sums(power: float, weighted: float) -> float:
-    """Return exp of the entropy from Σσ² and Σσ² ln σ²."""
-    return math.exp(math.log(power) - weighted / power)
+def _from_sums(sums: Tensor) -> float:
+    """Return exp of the entropy from Σσ² and Σσ² ln σ², (2,)."""
+    power, weighted_logs = sums.tolist()
+    return math.exp(math.log(power) - weighted_logs / power)
 
 
 def _integrands(squares: Tensor) -> Tensor:
@@ -62,7 +68,7 @@ def _quadrature(matrix: Tensor, largest: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     vector = (torch.randint(2, (side, VECTORS), generator=generator) * 2 - 1).to(matrix) / math.sqrt(side)
     basis = torch.zeros(STEPS, side, VECTORS, device=matrix.device)
-    diagonal, beside = torch.zeros(2, STEPS, VECTORS, dtype=torch.float64)
+    diagonal, off_diagonal = torch.zeros(2, STEPS, VECTORS, dtype=torch.float64)
     for step in range(STEPS):
         basis[step] = vector
         vector = matrix @ (matrix.T @ vector / largest) / largest
@@ -73,8 +79,10 @@ def _quadrature(matrix: Tensor, largest: Tensor) -> Tensor:
         length = vector.norm(dim=0)
         smallest = 1e-6 * diagonal[: step + 1].amax(0).to(length)  # below it the space is exhausted
         length = torch.where(length > smallest, length, 0.0)
-        beside[step] = length.double().cpu()
+        off_diagonal[step] = length.double().cpu()
         vector = torch.where(length > 0, vector / length, 0.0)
-    inner = torch.diag_embed(diagonal.T) + sum(torch.diag_embed(beside.T[:, :-1], offset=at) for at in (1, -1))
-    squares, vectors = torch.linalg.eigh(inner)  # (VECTORS, STEPS), (VECTORS, STEPS, STEPS)
+    off_diagonal = off_diagonal.T[:, :-1]
+    tridiagonal = torch.diag_embed(diagonal.T)
+    tridiagonal = tridiagonal + torch.diag_embed(off_diagonal, offset=1) + torch.diag_embed(off_diagonal, offset=-1)
+    squares, vectors = torch.linalg.eigh(tridiagonal)  # (VECTORS, STEPS), (VECTORS, STEPS, STEPS)
     return side * (_integrands(squares.clamp(min=0)) * vectors[:, 0].square()).sum(-1)

@@ -5,7 +5,7 @@ sums over patterns in float64. What needs neighbours, the groups of the round-to
 computed on the same block while it is in the processor's cache, in memory that is allocated once: fresh pages cost more
 than the arithmetic.
 
-A float32 matrix is counted by its upper bits, its moments are summed beside that, and it needs a second pass.
+A float32 matrix is counted by its upper bits; its moments are summed separately, and it needs a second pass.
 
 Shapes: R rows of a block, I input features, G groups of a row, S inputs in a group.
 """
@@ -53,35 +53,45 @@ class Moments:
         mean = values @ counts / n
         centred = values - mean
         squares = centred * centred
-        heavy = squares * counts
-        sums = (n, mean, heavy.sum(), heavy @ centred, heavy @ squares, values.abs() @ counts)
-        return cls(*(value.item() for value in sums))
+        weighted_squares = squares * counts
+        return cls(
+            n=n.item(),
+            mean=mean.item(),
+            m2=weighted_squares.sum().item(),
+            m3=(weighted_squares @ centred).item(),
+            m4=(weighted_squares @ squares).item(),
+            size=(values.abs() @ counts).item(),
+        )
 
-    def merge(self, other: Moments) -> None:
+    def merge(self, moments: Moments) -> None:
         """Add another set."""
-        a, b, delta = self.n, other.n, other.mean - self.mean
-        n, m2, m3 = a + b, self.m2, self.m3
+        a = self.n
+        b = moments.n
+        n = a + b
         if not n:
             return
-        self.m4 += other.m4 + delta**4 * a * b * (a * a - a * b + b * b) / n**3
-        self.m4 += 6 * delta**2 * (a * a * other.m2 + b * b * m2) / n**2 + 4 * delta * (a * other.m3 - b * m3) / n
-        self.m3 += other.m3 + delta**3 * a * b * (a - b) / n**2 + 3 * delta * (a * other.m2 - b * m2) / n
-        self.m2 += other.m2 + delta**2 * a * b / n
+        delta = moments.mean - self.mean
+        m2 = self.m2  # as it is before the sums below
+        m3 = self.m3
+        self.m4 += moments.m4 + delta**4 * a * b * (a * a - a * b + b * b) / n**3
+        self.m4 += 6 * delta**2 * (a * a * moments.m2 + b * b * m2) / n**2 + 4 * delta * (a * moments.m3 - b * m3) / n
+        self.m3 += moments.m3 + delta**3 * a * b * (a - b) / n**2 + 3 * delta * (a * moments.m2 - b * m2) / n
+        self.m2 += moments.m2 + delta**2 * a * b / n
         self.mean += delta * b / n
-        self.size += other.size
+        self.size += moments.size
         self.n = n
 
 
 class Scratch(threading.local):
     """Working memory of each thread, allocated once."""
 
-    whole: Tensor | None = None  # (3, numel) float32, for the largest block so far
+    buffer: Tensor | None = None  # (3, numel) float32, for the largest block so far
 
     def parts(self, numel: int, device: torch.device) -> Tensor:
         """Return (3, numel) float32 with any values."""
-        if self.whole is None or self.whole.shape[1] < numel:
-            self.whole = torch.empty(3, numel, dtype=torch.float32, device=device)
-        return self.whole[:, :numel]
+        if self.buffer is None or self.buffer.shape[1] < numel:
+            self.buffer = torch.empty(3, numel, dtype=torch.float32, device=device)
+        return self.buffer[:, :numel]
 
 
 @dataclass
@@ -100,47 +110,53 @@ class Scan:
 
     def add(self, first: int, block: Tensor) -> None:
         """Add rows (R, I) as stored, the first of which is row `first` of the matrix."""
-        size = len(block) * (block.shape[1] + -block.shape[1] % self.group_size)
-        own, *free = self.scratch.parts(size, block.device)
+        padded_width = math.ceil(block.shape[1] / self.group_size) * self.group_size
+        values_buffer, *free_buffers = self.scratch.parts(len(block) * padded_width, block.device)
         self.dtype = block.dtype
-        self.counts += patterns.count(block, own.view(torch.int32))
-        values = own[: block.numel()].view(block.shape).copy_(block)
+        self.counts += patterns.count(block, values_buffer.view(torch.int32))
+        values = values_buffer[: block.numel()].view(block.shape).copy_(block)
         if not patterns.exact(self.dtype):
             flat = values.flatten().double()
             self.moments.merge(Moments.of(flat, flat.new_ones(()).expand_as(flat)))
         groups = rtn.grouped(values, self.group_size)
         largest = torch.maximum(groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True).neg_())
         self.peaks.append((first, largest.amax(1).flatten().cpu()))
-        squared, self.max_error = rtn.scan(groups, largest, self.bits, least=self.max_error, scratch=free)
-        self.squared_error += squared
+        squared_error, self.max_error = rtn.scan(groups, largest, self.bits, least=self.max_error, scratch=free_buffers)
+        self.squared_error += squared_error
 
-    def merge(self, other: Scan) -> None:
+    def merge(self, scan: Scan) -> None:
         """Add the rows of another scan of the same matrix."""
-        self.dtype = other.dtype
-        self.counts += other.counts.cpu()  # on a GPU each thread has a queue of its own, and tensors are not shared
-        self.moments.merge(other.moments)
-        self.peaks += other.peaks
-        self.squared_error += other.squared_error
-        self.max_error = max(self.max_error, other.max_error)
+        self.dtype = scan.dtype
+        self.counts += scan.counts.cpu()  # on a GPU each thread has a queue of its own, and tensors are not shared
+        self.moments.merge(scan.moments)
+        self.peaks += scan.peaks
+        self.squared_error += scan.squared_error
+        self.max_error = max(self.max_error, scan.max_error)
 
     @cached_property
     def sizes(self) -> Sorted:
         """The weights by size, once all rows are in."""
         return patterns.by_size(self.counts, self.dtype)
 
-    def result(self, outlier_multiplier: float, second: ExactMedian | None = None) -> dict[str, float]:
-        """Return the statistics that `weights.measure` names; `second` is needed unless `sizes.exact`."""
-        n, moments = self.sizes.n, self.moments
-        if second:
-            median, outliers = second.result()
+    def result(self, outlier_multiplier: float, exact_median: ExactMedian | None = None) -> dict[str, float]:
+        """Return the statistics that `weights.measure` names; `exact_median` is needed unless `sizes.exact`."""
+        n = self.sizes.n
+        moments = self.moments
+        if exact_median:
+            median, outliers = exact_median.result()
         else:
-            median = self.sizes.median_range()[0]
+            median, _, _ = self.sizes.median_range()
             moments = Moments.of(self.sizes.values, self.sizes.counts.double())
             outliers = self.sizes.above(outlier_multiplier * median)
-        peaks = torch.cat([part for _, part in sorted(self.peaks, key=lambda part: part[0])]).double()
+        peaks = torch.cat([peaks for _, peaks in sorted(self.peaks, key=lambda peak: peak[0])]).double()
+
         power = moments.m2 / n + moments.mean**2
-        relative, worst = (self.squared_error / n / power, self.max_error) if power else (math.nan, math.nan)
-        error = {"relative_mse": relative, "snr_db": rtn.snr_db(relative), "max_error": worst}
+        relative_mse = math.nan  # of a matrix of zeros
+        max_error = math.nan
+        if power:
+            relative_mse = self.squared_error / n / power
+            max_error = self.max_error
+        prefix = proxy(self.bits)
         return {
             "numel": n,
             "max_abs": abs(peaks.max().item()),  # -0 of a matrix of zeros is 0
@@ -153,5 +169,7 @@ class Scan:
             "kurtosis": n * moments.m4 / moments.m2**2 if moments.m2 else math.nan,
             "abs_outlier_frac": outliers / n,
             "channel_outlier_frac": (peaks > outlier_multiplier * peaks.median()).double().mean().item(),
-            **{f"{proxy(self.bits)}_{name}": value for name, value in error.items()},
+            f"{prefix}_relative_mse": relative_mse,
+            f"{prefix}_snr_db": rtn.snr_db(relative_mse),
+            f"{prefix}_max_error": max_error,
         }

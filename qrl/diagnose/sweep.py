@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import torch
 
-from qrl.formats.header import Entry
-from qrl.formats.stream import Rows
+from qrl.checkpoint.header import Entry
+from qrl.checkpoint.stream import Rows
 
 T = TypeVar("T")
 Sources = Sequence[tuple[Path | str, Entry]]  # the same matrix in one or more checkpoints
@@ -45,7 +45,10 @@ def sweep(
     Yields:
         Each name with its complete accumulator, in the order of `matrices`.
     """
-    pieces = [(name, sources, rows) for name, sources in matrices for rows in _pieces(sources[0][1], BLOCK[device])]
+    pieces = []
+    for name, sources in matrices:
+        _, entry = sources[0]
+        pieces += [(name, sources, rows) for rows in _pieces(entry, BLOCK[device])]
     with _pool(device) as (run, reader, stream):
 
         def work(piece: tuple[str, Sources, range]) -> tuple[str, T]:
@@ -54,15 +57,16 @@ def sweep(
             with stream():
                 for first in rows:
                     last = min(first + rows.step, rows.stop)
-                    blocks = (reader(i, folder).read(entry, first, last) for i, (folder, entry) in enumerate(sources))
+                    blocks = [reader(i, folder).read(entry, first, last) for i, (folder, entry) in enumerate(sources)]
                     add(accumulator, first, *blocks)
             return name, accumulator
 
+        # `map` keeps the order, so the parts of a matrix follow each other, whichever thread was first.
         for name, parts in groupby(run(work, pieces), key=lambda part: part[0]):
-            whole = start(name)
+            total = start(name)
             for _, part in parts:
-                whole.merge(part)
-            yield name, whole
+                total.merge(part)
+            yield name, total
 
 
 def _pieces(entry: Entry, block: int) -> Iterator[range]:
@@ -77,32 +81,36 @@ def _pieces(entry: Entry, block: int) -> Iterator[range]:
 @contextmanager
 def _pool(device: str) -> Iterator[tuple[Callable, Callable, Callable]]:
     """Yield a `map` over all threads, and each thread's own reader of a folder and queue on a GPU."""
-    own, opened = threading.local(), []
+    of_thread = threading.local()
+    all_readers: list[Rows] = []
 
-    def reader(which: int, folder: Path | str) -> Rows:
-        readers = own.__dict__.setdefault("readers", {})
-        if (which, folder) not in readers:
-            readers[which, folder] = Rows(folder, device)
-            opened.append(readers[which, folder])
-        return readers[which, folder]
+    def reader(source: int, folder: Path | str) -> Rows:
+        # A reader has one buffer, which its next read overwrites: each thread has its own for each source.
+        readers = of_thread.__dict__.setdefault("readers", {})
+        if (source, folder) not in readers:
+            readers[source, folder] = Rows(folder, device)
+            all_readers.append(readers[source, folder])
+        return readers[source, folder]
 
     def stream() -> AbstractContextManager:
         """Let one thread's block be measured while another's is read."""
         if device == "cpu":
             return nullcontext()
-        if "stream" not in own.__dict__:
-            own.stream = torch.cuda.Stream()
-        return torch.cuda.stream(own.stream)
+        if "stream" not in of_thread.__dict__:
+            of_thread.stream = torch.cuda.Stream()
+        return torch.cuda.stream(of_thread.stream)
 
-    before = torch.get_num_threads()
-    threads = GPU_READERS if device == "cuda" else before
+    torch_threads = torch.get_num_threads()
+    threads = GPU_READERS if device == "cuda" else torch_threads
     torch.set_num_threads(1)  # here too: a second thread of torch's would occupy a core that a reader could use
-    executor = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) if threads > 1 else None
+    executor = None
+    if threads > 1:
+        executor = ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
     try:
         yield (executor.map if executor else map), reader, stream
     finally:
         if executor:
             executor.shutdown(cancel_futures=True)
-        torch.set_num_threads(before)
-        for rows in opened:
+        torch.set_num_threads(torch_threads)
+        for rows in all_readers:
             rows.close()

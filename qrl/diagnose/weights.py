@@ -51,28 +51,38 @@ def measure(
 
     Source: study 000's weight statistics.
     """
-    wanted = matrices(path, settings.embeddings)
-    if not wanted:
+    named_sources = matrices(path, settings.embeddings)
+    if not named_sources:
         raise BadInput(f"{path} holds no matrix of floating-point weights: expected the weights of a language model.")
     _check_vectors(path)
-    scratch, scans, results = Scratch(), {}, {}
-    for name, scan in sweep(
-        wanted, lambda _: Scan(settings.bits, settings.group_size, scratch), Scan.add, device=device
-    ):
+
+    scratch = Scratch()
+    unfinished = {}  # scans of float32 matrices, with a median that needs a second pass
+    statistics = {}
+
+    def start_scan(_name: str) -> Scan:
+        return Scan(settings.bits, settings.group_size, scratch)
+
+    for name, scan in sweep(named_sources, start_scan, Scan.add, device=device):
         check_finite(name, path, scan.sizes.broken)
         if scan.sizes.exact:
-            results[name] = scan.result(settings.outlier_multiplier)
+            statistics[name] = scan.result(settings.outlier_multiplier)
         else:
-            scans[name] = scan
+            unfinished[name] = scan
         progress(1)
-    again = [(name, sources) for name, sources in wanted if name in scans]
 
-    def start(name: str) -> ExactMedian:
-        return ExactMedian(scans[name].sizes, settings.outlier_multiplier)
+    # Float32 weights have too many values to count each: the first pass found where the median is, this one finds it.
+    def start_median(name: str) -> ExactMedian:
+        return ExactMedian(unfinished[name].sizes, settings.outlier_multiplier)
 
-    for name, second in sweep(again, start, ExactMedian.add, device=device):
-        results[name] = scans[name].result(settings.outlier_multiplier, second)
-    rows = ({"variant": variant, **place(name), "proxy_bits": settings.bits, **results[name]} for name, _ in wanted)
+    second_pass = [(name, sources) for name, sources in named_sources if name in unfinished]
+    for name, median in sweep(second_pass, start_median, ExactMedian.add, device=device):
+        statistics[name] = unfinished[name].result(settings.outlier_multiplier, median)
+
+    rows = [
+        {"variant": variant, **tensor_labels(name), "proxy_bits": settings.bits, **statistics[name]}
+        for name, _ in named_sources
+    ]
     return pandas.DataFrame(rows)
 
 
@@ -90,19 +100,26 @@ def summary(frame: pandas.DataFrame) -> dict[str, float]:
         return float((frame[column] * sizes).sum(min_count=1) / sizes.sum(min_count=1))
 
     prefix = proxy(4 if "w4_snr_db" in frame else 0)
+    relative_mse = f"{prefix}_relative_mse"
+    snr_db = f"{prefix}_snr_db"
+    max_error = f"{prefix}_max_error"
     return {
         "outlier_frac": mean("abs_outlier_frac"),
-        **{name: mean(name) for name in ("channel_outlier_frac", "kurtosis", f"{prefix}_relative_mse")},
-        f"{prefix}_snr_db": float(frame[f"{prefix}_snr_db"].mean()),
-        **{name: float(frame[name].max()) for name in (f"{prefix}_max_error", "max_abs")},
+        "channel_outlier_frac": mean("channel_outlier_frac"),
+        "kurtosis": mean("kurtosis"),
+        relative_mse: mean(relative_mse),
+        snr_db: float(frame[snr_db].mean()),
+        max_error: float(frame[max_error].max()),
+        "max_abs": float(frame["max_abs"].max()),
     }
 
 
-def check_finite(name: str, where: object, broken: int) -> None:
-    """Raise BadInput if a tensor contains NaN or infinity."""
+def check_finite(name: str, checkpoints: object, broken: int) -> None:
+    """Raise BadInput if a tensor contains NaN or infinity; `broken` is how many."""
     if broken:
         raise BadInput(
-            f"{name} of {where} holds {broken:,} values that are NaN or infinite: the training that wrote it diverged."
+            f"{name} of {checkpoints} holds {broken:,} values that are NaN or infinite: the training that wrote it "
+            "diverged."
         )
 
 
@@ -119,18 +136,24 @@ def _is_float(entry: checkpoint.Entry, dimensions: int) -> bool:
 
 def matrices(path: Path | str, embeddings: bool = False) -> list[tuple[str, Sources]]:
     """Return the matrices to measure, from headers only: the name to report, and where it is stored, for `sweep`."""
-    if method := (checkpoint.config(path).get("quantization_config") or {}).get("quant_method"):
+    quantization = checkpoint.config(path).get("quantization_config") or {}
+    method = quantization.get("quant_method")
+    if method:
         raise BadInput(f"{path} is quantized ({method}): weight statistics need a full-precision checkpoint.")
-    entries = checkpoint.entries(path)
-    stored = {name: entries[name] for name in sorted(entries) if _is_float(entries[name], 2) and entries[name].numel}
-    tables = [name for name in stored if name.endswith(EMBEDDING)]
-    if HEAD not in stored and tables and not embeddings:  # a model without a head of its own uses the embedding as one
-        stored[HEAD] = stored[tables[0]]
-    return [(name, [(path, stored[name])]) for name in sorted(stored) if embeddings or name not in tables]
+    entries = {name: entry for name, entry in checkpoint.entries(path).items() if _is_float(entry, 2) and entry.numel}
+    embedding_names = sorted(name for name in entries if name.endswith(EMBEDDING))
+    if not embeddings:
+        if HEAD not in entries and embedding_names:  # tied: the model uses the embedding as its head
+            entries[HEAD] = entries[embedding_names[0]]
+        for name in embedding_names:
+            del entries[name]
+    return [(name, [(path, entries[name])]) for name in sorted(entries)]
 
 
-def place(name: str) -> dict[str, object]:
+def tensor_labels(name: str) -> dict[str, object]:
     """Return a tensor's name, its layer (-1: none) and its projection."""
-    layer = re.search(r"layers\.(\d+)\.", name)
+    layer = -1
+    if match := re.search(r"layers\.(\d+)\.", name):
+        layer = int(match[1])
     projection = name.removesuffix(".weight").rpartition(".")[2]
-    return {"tensor": name, "layer": int(layer[1]) if layer else -1, "projection": projection}
+    return {"tensor": name, "layer": layer, "projection": projection}

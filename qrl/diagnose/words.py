@@ -35,18 +35,21 @@ def meaning(metric: str) -> tuple[str, str]:
         KeyError: no measure of that name has a sentence.
     """
     name = metric.partition("/")[2]
-    proxy = f"w4_{name.removeprefix('rtn_')}" if name.startswith("rtn_") else name
-    fitting = [measure for measure in MEANINGS if proxy == measure or proxy.startswith(f"{measure}_")]
-    if not fitting:
+    has_other_bits = name.startswith("rtn_")  # than four, for which there are sentences
+    if has_other_bits:
+        name = f"w4_{name.removeprefix('rtn_')}"
+    candidates = [measure for measure in MEANINGS if name == measure or name.startswith(f"{measure}_")]
+    if not candidates:
         raise KeyError(metric)
-    measure = max(fitting, key=len)
+    measure = max(candidates, key=len)
     sentence = MEANINGS[measure]
-    if proxy != name:  # with other bits than four
+    if has_other_bits:
         return measure.replace("w4_", "rtn_"), sentence.replace("4-bit proxy", "proxy")
     return measure, sentence
 
 
 def glossary(metrics: Iterable[str]) -> list[str]:
     """Return a line for each measure among metrics, `measure: sentence.`, and one on the ends of their names."""
-    found = dict(meaning(metric) for metric in metrics)
-    return [*(f"{measure}: {sentence}." for measure, sentence in found.items()), SUFFIXES]
+    sentences = dict(meaning(metric) for metric in metrics)
+    lines = [f"{measure}: {sentence}." for measure, sentence in sentences.items()]
+    return [*lines, SUFFIXES]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl.figures.canvas import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, canvas, finish
+from qrl.figures.canvas import BLUE, GREEN, GREY, LABEL_CHARACTERS, ORANGE, PURPLE, RED, SKY, canvas, finish, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,23 +28,26 @@ def speeds(lines: Sequence[Line], path: str | Path, at_once: str = "prompts") ->
         path: the PNG to write.
         at_once: what a batch counts.
     """
-    figure, (above, below) = canvas(7.4, 6.4, rows=2)
+    figure, (speed_panel, latency_panel) = canvas(7.4, 6.4, rows=2)
     for number, label in enumerate(dict.fromkeys(line.label for line in lines)):
-        own = [line for line in lines if line.label == label]
-        for axes, metric in ((above, "tokens_per_s"), (below, "latency_p95_s")):
-            _series(axes, [line.batch for line in own], [getattr(line, metric) for line in own], number, label)
-    for axes, name in ((above, "tokens per second"), (below, "latency p95, seconds")):
+        of_label = [line for line in lines if line.label == label]
+        batches = [line.batch for line in of_label]
+        _draw_series(speed_panel, batches, [line.tokens_per_s for line in of_label], number, label)
+        _draw_series(latency_panel, batches, [line.latency_p95_s for line in of_label], number, label)
+    for axes, name in ((speed_panel, "tokens per second"), (latency_panel, "latency p95, seconds")):
         axes.set_xscale("log", base=2)
-        _plain_numbers(axes)
+        _set_plain_numbers(axes)
         axes.set_ylabel(name)
-    batches = sorted({line.batch for line in lines})
-    below.set_xticks(batches, list(map(str, batches)))
-    below.set_xlabel(f"{at_once} at once")
-    above.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    all_batches = sorted({line.batch for line in lines})
+    latency_panel.set_xticks(all_batches, list(map(str, all_batches)))
+    latency_panel.set_xlabel(f"{at_once} at once")
+    speed_panel.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
     fastest = max(lines, key=lambda line: line.tokens_per_s.estimate)
     speed = fastest.tokens_per_s
     interval = f"{speed.estimate:,.0f} [{speed.low:,.0f}, {speed.high:,.0f}] tokens/s"
-    title = f"Fastest: {fastest.label} with {fastest.batch} {at_once} at once, {interval}"
+    title = (
+        f"Fastest: {shortened(fastest.label, 2 * LABEL_CHARACTERS)} with {fastest.batch} {at_once} at once, {interval}"
+    )
     note = (
         f"{fastest.engine}. Bars are 95 % intervals over {speed.n} interleaved rounds; "
         f"n = {min(line.requests for line in lines)} requests or more a point."
@@ -52,13 +55,22 @@ def speeds(lines: Sequence[Line], path: str | Path, at_once: str = "prompts") ->
     finish(figure, title, note, path)
 
 
-def _series(axes: Axes, places: Sequence[float], values: Sequence[Estimate], number: int, label: str) -> None:
-    """Draw the values of one label with their intervals, in its colour and line style."""
+def _draw_series(axes: Axes, x: Sequence[float], values: Sequence[Estimate], number: int, label: str) -> None:
+    """Draw the values of one label with their intervals; `number` selects its colour and line style."""
     estimates = [value.estimate for value in values]
-    bars = [value.estimate - value.low for value in values], [value.high - value.estimate for value in values]
-    style = STYLES[number // len(COLOURS) % len(STYLES)]
-    look = {"color": COLOURS[number % len(COLOURS)], "ls": style, "marker": "o", "ms": 4, "capsize": 2}
-    axes.errorbar(places, estimates, yerr=bars, label=label, **look)
+    below = [value.estimate - value.low for value in values]
+    above = [value.high - value.estimate for value in values]
+    axes.errorbar(
+        x,
+        estimates,
+        yerr=(below, above),
+        label=shortened(label, 2 * LABEL_CHARACTERS),  # a variant and a scheme
+        color=COLOURS[number % len(COLOURS)],
+        ls=STYLES[number // len(COLOURS) % len(STYLES)],
+        marker="o",
+        ms=4,
+        capsize=2,
+    )
 
 
 def capacities(measured: Sequence[Capacity], path: str | Path) -> None:
@@ -70,35 +82,45 @@ def capacities(measured: Sequence[Capacity], path: str | Path) -> None:
     """
     figure, axes = canvas(7.4, 4.2)
     for number, capacity in enumerate(measured):
-        values = [point.latency_p95_s for point in capacity.points]
-        _series(axes, [point.rate for point in capacity.points], values, number, capacity.label)
+        rates = [point.rate for point in capacity.points]
+        latencies = [point.latency_p95_s for point in capacity.points]
+        _draw_series(axes, rates, latencies, number, capacity.label)
     limit = measured[0].limit_s
     axes.axhline(limit, color=GREY, ls=":", lw=1)
     axes.set_xscale("log", base=2)
-    _plain_numbers(axes)
+    _set_plain_numbers(axes)
     axes.set_xlabel("requests a second, as they arrive")
     axes.set_ylabel("latency p95, seconds")
-    rates = sorted({2.0 ** round(math.log2(point.rate)) for capacity in measured for point in capacity.points})
-    axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    points = []
+    for capacity in measured:
+        points += capacity.points
+    ticks = sorted({2.0 ** round(math.log2(point.rate)) for point in points})
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    best = max(measured, key=lambda capacity: capacity.held)
-    title = f"At a p95 of {limit:g} s, {best.label} holds {best.text} requests/s"
-    points = [point for capacity in measured for point in capacity.points]
-    least, rounds = min(point.requests for point in points), points[0].latency_p95_s.n
-    note = f"{best.engine}. Dotted: the limit. Bars: 95 % intervals over {rounds} rounds; n = {least} or more a point."
+    largest = max(measured, key=lambda capacity: capacity.requests_per_s)
+    title = f"At a p95 of {limit:g} s, {shortened(largest.label, 2 * LABEL_CHARACTERS)} holds {largest.text} requests/s"
+    rounds = points[0].latency_p95_s.n
+    n = min(point.requests for point in points)
+    note = f"{largest.engine}. Dotted: the limit. Bars: 95 % intervals over {rounds} rounds; n = {n} or more a point."
     finish(figure, title, note, path)
 
 
-def _plain_numbers(axes) -> None:
+def _set_plain_numbers(axes) -> None:
     """Set a logarithmic axis with plain labels, 0.05 and 2,000: 1, 2 and 5 of each decade, or even steps within one."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
-    ticks = [step * 10.0**decade for decade in decades for step in (1, 2, 5)]
+    ticks = []
+    for decade in decades:
+        ticks += [step * 10.0**decade for step in (1, 2, 5)]
     if high < 10 * low:
         ticks = MaxNLocator(5, integer=low >= 1000).tick_values(low, high)
     axes.set_yticks([tick for tick in ticks if low <= tick <= high])  # fixed: LogLocator may find none on a short axis
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(_plain_number))
     axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _plain_number(value: float, _tick: int) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

@@ -18,10 +18,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, FAINT, GRID = "#222222", "#6b6b6b", "#e4e4e4"
-GREY, BLUE, ORANGE, GREEN = "#7f7f7f", "#0072B2", "#E69F00", "#009E73"
-PURPLE, SKY, RED = "#CC79A7", "#56B4E9", "#D55E00"
+INK = "#222222"
+FAINT = "#6b6b6b"
+GRID = "#e4e4e4"
+GREY = "#7f7f7f"
+BLUE = "#0072B2"
+ORANGE = "#E69F00"
+GREEN = "#009E73"
+PURPLE = "#CC79A7"
+SKY = "#56B4E9"
+RED = "#D55E00"
 VARIANTS = (GREY, BLUE, ORANGE, GREEN, PURPLE)  # base is grey, the first trained variant blue
+LABEL_CHARACTERS = 24  # of a variant or scheme in a figure; longer ones leave no space for the panel
+TICK_CHARACTERS = 16  # of one among several below or next to a panel
 LEGEND = {"frameon": False, "loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}  # above the panel
 
 
@@ -51,10 +60,21 @@ def base_first(variants: Iterable[str]) -> list[str]:
 
 
 def by_variant(frame: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame, str, float]]:
-    """Yield each variant, its rows, its colour, and its place beside the others: steps of 1 about 0."""
+    """Yield each variant, its rows, its colour, and its offset from the middle of all variants, in steps of 1."""
     variants = base_first(frame["variant"])
+    middle = (len(variants) - 1) / 2
     for i, variant in enumerate(variants):
-        yield variant, frame[frame["variant"] == variant], VARIANTS[i % len(VARIANTS)], i - (len(variants) - 1) / 2
+        rows = frame[frame["variant"] == variant]
+        yield variant, rows, VARIANTS[i % len(VARIANTS)], i - middle
+
+
+def shortened(label: str, limit: int = LABEL_CHARACTERS) -> str:
+    """Return a label with at most `limit` characters, an ellipsis in the middle: names often differ at their end."""
+    if len(label) <= limit:
+        return label
+    end = (limit - 1) // 3
+    start = limit - 1 - end
+    return f"{label[:start]}…{label[-end:]}"
 
 
 def wrapped(title: str, width: float) -> str:
@@ -70,7 +90,7 @@ def wrapped(title: str, width: float) -> str:
 
 def finish(figure: Figure, title: str, note: str, path: str | Path) -> None:
     """Put the title above and the note below, and write the file, whole or not at all."""
-    title = wrapped(title, figure.get_figwidth())
+    title = wrapped(title, figure.get_figwidth())  # matplotlib would let it run out of the figure
     figure.suptitle(title, x=0.01, ha="left", size=13, weight="bold", color=INK)
     figure.supxlabel(note, x=0.01, ha="left", size=8.5, color=FAINT)
     with written_whole(Path(path)) as partial:

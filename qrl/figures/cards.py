@@ -42,20 +42,28 @@ def headline(table: Mapping[str, Any]) -> str:
     table = {scheme(name): entry for name, entry in table.items()}
     rows = [row for row in rows_of(table) if row.entry.get("verdict")]
     if rows:
-        several = len({row.entry["trained"] for row in rows}) > 1
-        return survival_finding([(row.name, row.entry["verdict"]) for row in rows], several, "The gain")
-    return f"Accuracy changes by {interval(table[FULL]['delta'])} at full precision" if FULL in table else "No verdict"
+        has_several_variants = len({row.entry["trained"] for row in rows}) > 1
+        return survival_finding([(row.name, row.entry["verdict"]) for row in rows], has_several_variants, "The gain")
+    if FULL in table:
+        return f"Accuracy changes by {interval(table[FULL]['delta'])} at full precision"
+    return "No verdict"
 
 
 def rows_of(table: Mapping[str, Any]) -> list[Row]:
     """Return a row per scheme and trained variant, in the order of the table."""
-    of_scheme = {name: (first, *(first.get("others") or {}).values()) for name, first in table.items()}
-    several = len({entry["trained"] for entries in of_scheme.values() for entry in entries}) > 1
+    # An entry is of the first trained variant; it holds the entries of the others.
+    entries = []
+    for name, entry in table.items():
+        entries.append((name, entry))
+        entries += [(name, other_entry) for other_entry in (entry.get("others") or {}).values()]
+    has_several_variants = len({entry["trained"] for _, entry in entries}) > 1
+
     rows = []
-    for name, entries in of_scheme.items():
-        for entry in entries:
-            label = entry.get("label") or name  # full precision with its dtype, where that is known
-            rows.append(Row(name, entry, f"{entry['trained']} · {label}" if several else label))
+    for name, entry in entries:
+        label = entry.get("label") or name  # full precision with its dtype, where that is known
+        if has_several_variants:
+            label = f"{entry['trained']} · {label}"
+        rows.append(Row(name, entry, label))
     return rows
 
 
@@ -64,12 +72,19 @@ def heading(table: Mapping[str, Any], facts: Mapping[str, str]) -> str:
     lead = ""
     if FULL in table:
         entry = table[FULL]
-        cells, delta = entry["cells"], entry["delta"]
-        before, after = (cells[variant]["accuracy"] for variant in (BASE, entry["trained"]))
-        verb = "raises" if delta["low"] > 0 else "lowers" if delta["high"] < 0 else "does not significantly change"
+        trained = entry["trained"]
+        cells = entry["cells"]
+        delta = entry["delta"]
+        if delta["low"] > 0:
+            verb = "raises"
+        elif delta["high"] < 0:
+            verb = "lowers"
+        else:
+            verb = "does not significantly change"
         lead = (
-            f"At full precision, training ({entry['trained']}) {verb} held-out accuracy: {before:.3f} before, "
-            f"{after:.3f} after, a difference of {interval(delta)} on {cells[BASE]['n']:,} questions."
+            f"At full precision, training ({trained}) {verb} held-out accuracy: {cells[BASE]['accuracy']:.3f} before, "
+            f"{cells[trained]['accuracy']:.3f} after, a difference of {interval(delta)} on {cells[BASE]['n']:,} "
+            "questions."
         )
     return page.html("study_head", headline=headline(table), lead=lead, facts=facts)
 
@@ -78,32 +93,40 @@ def verdicts(rows: Sequence[Row], sizes: Mapping[str, int]) -> str:
     """Return a card per quantized row: verdict, share of the gain that is kept, gain survival, size, and meaning."""
     cards = []
     for row in rows:
-        survival, kept = interval(row.entry["gain_survival"]), row.entry.get("gain_kept")
-        # Older tables, and gains that are not shown, have no share.
-        number, detail = survival, "gain survival, 95 % interval"
+        survival = interval(row.entry["gain_survival"])
+        kept = row.entry.get("gain_kept")
         if kept:
-            number, detail = _percent(kept), f"of the gain is kept, 95 % interval; gain survival {survival}"
-        estimate, _, bounds = number.partition(" [")
+            number = _percent(kept)
+            detail = f"of the gain is kept, 95 % interval; gain survival {survival}"
+        else:  # an older table, or no gain is shown
+            number = survival
+            detail = "gain survival, 95 % interval"
+        estimate, _, bounds = number.partition(" [")  # the estimate is shown larger
         card = {
             "name": row.name,
             "verdict": row.entry["verdict"],
             "label": _label(row.entry),
             "estimate": estimate,
             "interval": f"[{bounds}",
+            "detail": detail,
+            "remarks": row.entry.get("remarks") or [],
+            "size": _size(row, sizes),
+            "meaning": _meaning(row),
         }
-        card |= {"detail": detail, "remarks": row.entry.get("remarks") or []}
-        cards.append(card | {"size": _size(row, sizes), "meaning": _meaning(row)})
+        cards.append(card)
     return page.html("verdicts", cards=cards)
 
 
 def _label(entry: Mapping[str, Any]) -> str:
     """Return the verdict, or that all of the gain is lost; empty at full precision."""
-    return "lost, all of it" if entry.get("all_lost") else entry.get("verdict") or ""
+    if entry.get("all_lost"):
+        return "lost, all of it"
+    return entry.get("verdict") or ""
 
 
-def _lines(value: Mapping[str, float]) -> str:
+def _in_two_lines(difference: Mapping[str, float]) -> str:
     """Return a difference with its interval below it, which keeps a wide table on the screen."""
-    return interval(value).replace(" [", "\n[")
+    return interval(difference).replace(" [", "\n[")
 
 
 def _percent(share: Mapping[str, float]) -> str:
@@ -112,37 +135,38 @@ def _percent(share: Mapping[str, float]) -> str:
 
 def unhealthy(table: Mapping[str, Any]) -> list[str]:
     """Return what quantization did to the answers of cells that broke a limit of health: `base · nf4: 16 % …`."""
-    return [
-        f"{cell_name(variant, name)}: {cell['unhealthy']}"
-        for name, entry in table.items()
-        for variant, cell in entry["cells"].items()
-        if cell.get("unhealthy")
-    ]
-
-
-def _mark(cell: Mapping[str, Any]) -> str:
-    return " †" if cell.get("unhealthy") else ""
+    sentences = []
+    for name, entry in table.items():
+        for variant, cell in entry["cells"].items():
+            if cell.get("unhealthy"):
+                sentences.append(f"{cell_name(variant, name)}: {cell['unhealthy']}")
+    return sentences
 
 
 def _size(row: Row, sizes: Mapping[str, int]) -> str:
-    small, large = (sizes.get(f"{row.entry['trained']}:{name}") for name in (row.scheme, FULL))
-    if not small:
+    trained = row.entry["trained"]
+    quantized_bytes = sizes.get(f"{trained}:{row.scheme}")
+    full_bytes = sizes.get(f"{trained}:{FULL}")
+    if not quantized_bytes:
         return ""
-    if not large:
-        return f"{_bytes(small)} of weights"
-    return f"{_bytes(large)} of weights become {_bytes(small)}: {100 * (1 - small / large):.0f} % saved"
+    if not full_bytes:
+        return f"{_bytes(quantized_bytes)} of weights"
+    saved = f"{100 * (1 - quantized_bytes / full_bytes):.0f} % saved"
+    return f"{_bytes(full_bytes)} of weights become {_bytes(quantized_bytes)}: {saved}"
 
 
 def _bytes(size: int | None) -> str:
     if not size:
         return ""
-    unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
-    return f"{size / unit:.2f} {name}"
+    if size >= 1e9:
+        return f"{size / 1e9:.2f} GB"
+    return f"{size / 1e6:.2f} MB"
 
 
 def _meaning(row: Row) -> str:
     """Return the verdict in plain words."""
-    entry, name = row.entry, row.scheme.upper()
+    entry = row.entry
+    name = row.scheme.upper()
     gain = f"the gain over the base model is {signed(entry['delta']['estimate'])} under {name}"
     if entry["verdict"] == "survives":
         return (
@@ -150,9 +174,9 @@ def _meaning(row: Row) -> str:
             f"With 95 % confidence, any loss is below the margin, {entry['margin']:.3f}."
         )
     if entry["verdict"] == "reduced":
-        half = "More than half of the gain is shown to be kept."
-        if not entry.get("more_than_half_kept"):
-            half = "Whether more than half of it is kept is not shown."
+        half = "Whether more than half of it is kept is not shown."
+        if entry.get("more_than_half_kept"):
+            half = "More than half of the gain is shown to be kept."
         return f"Quantizing to {name} costs a part of the gain: {gain}. {half}"
     if entry.get("all_lost"):
         return f"Quantizing to {name} costs all of the gain: no gain is shown under it, {interval(entry['delta'])}."
@@ -162,14 +186,23 @@ def _meaning(row: Row) -> str:
         if "headline" not in entry:
             loss = f"more of the gain than the margin, {entry['margin']:.3f}"
         return f"Quantizing to {name} costs {loss}: {gain}."
-    n, seeds = entry.get("n_to_decide"), entry.get("seeds_to_decide")
-    ways = [f"{float(f'{n:.2g}'):,.0f} questions"] if n else []
-    ways += [f"{seeds} training seeds"] if seeds else []
-    more = f" About {' or '.join(ways)} would decide." if ways else ""
-    return f"This study cannot decide: {entry['reason']}.{more}"
+    return f"This study cannot decide: {entry['reason']}.{_enough_to_decide(entry)}"
 
 
-def scales_table(rows: Sequence[Row]) -> str:
+def _enough_to_decide(entry: Mapping[str, Any]) -> str:
+    """Return a sentence on the questions or seeds that would decide; empty if no number would."""
+    n = entry.get("n_to_decide")
+    seeds = entry.get("seeds_to_decide")
+    sizes = []
+    if n:
+        two_digits = float(f"{n:.2g}")
+        sizes.append(f"{two_digits:,.0f} questions")
+    if seeds:
+        sizes.append(f"{seeds} training seeds")
+    return f" About {' or '.join(sizes)} would decide." if sizes else ""
+
+
+def scales_table(table: Mapping[str, Any], rows: Sequence[Row]) -> str:
     """Return the table of accuracy kept and log-odds per scheme, with a sentence each; empty for older tables."""
     rows = [row for row in rows if row.entry.get("accuracy_kept")]
     if not rows:
@@ -178,9 +211,12 @@ def scales_table(rows: Sequence[Row]) -> str:
     for row in rows:
         entry = row.entry
         kept = [_percent(share) if share else "not defined" for share in entry["accuracy_kept"].values()]
-        ratio = "{estimate:.2f} [{low:.2f}, {high:.2f}]".format(**entry["accuracy_kept_ratio"])
-        points, log_odds = interval(entry["gain_survival"]), interval(entry["log_odds_difference"])
-        body.append([row.name, *kept, ratio, log_odds, points])
+        ratio = "not defined"
+        log_odds = "not defined"
+        if not _is_nothing_left(table, row):
+            ratio = "{estimate:.2f} [{low:.2f}, {high:.2f}]".format(**entry["accuracy_kept_ratio"])
+            log_odds = interval(entry["log_odds_difference"])
+        body.append([row.name, *kept, ratio, log_odds, interval(entry["gain_survival"])])
     trained = _trained(rows)
     head = [
         "scheme",
@@ -199,6 +235,12 @@ def scales_table(rows: Sequence[Row]) -> str:
     return page.html("notes", items=sentences) + page.html("table", head=head, rows=body, note=note)
 
 
+def _is_nothing_left(table: Mapping[str, Any], row: Row) -> bool:
+    """Return whether both models answer nothing right under a scheme, so that a ratio of what they keep is 0/0."""
+    cells = table[row.scheme]["cells"]
+    return cells[BASE]["accuracy"] == 0 and cells[row.entry["trained"]]["accuracy"] == 0
+
+
 def scales_question(rows: Sequence[Row]) -> str:
     """Return the title of that table."""
     return f"Does quantization cost {_trained(rows)} more than base?"
@@ -212,64 +254,116 @@ def _trained(rows: Sequence[Row]) -> str:
 
 def cells_table(table: Mapping[str, Any], rows: list[Row], sizes: Mapping[str, int]) -> str:
     """Return the table of cells, a row per trained variant and scheme."""
-    n = [cell["n"] for entry in table.values() for cell in entry["cells"].values()]
-    questions = f"{n[0]:,}" if min(n) == max(n) else f"{min(n):,} to {max(n):,}"
+    counts = []
+    for entry in table.values():
+        counts += [cell["n"] for cell in entry["cells"].values()]
+    questions = f"{min(counts):,} to {max(counts):,}"
+    if min(counts) == max(counts):
+        questions = f"{counts[0]:,}"
+
     head = ["scheme", "base", "trained", "gain: trained − base", "gain survival", "gain kept", "verdict"]
-    head += ["weights"] if sizes else []
+    if sizes:
+        head.append("weights")
     body = []
     for row in rows:
-        entry, survival = row.entry, row.entry.get("gain_survival")
-        cells = (table[row.scheme]["cells"][name] for name in (BASE, entry["trained"]))
-        accuracies = (f"{cell['accuracy']:.3f} ± {cell['stderr']:.3f}{_mark(cell)}" for cell in cells)
-        line = [row.name, *accuracies, _lines(entry["delta"]), _lines(survival) if survival else "reference"]
-        line.append(_percent(entry["gain_kept"]) if entry.get("gain_kept") else "")
-        size = [_bytes(sizes.get(f"{entry['trained']}:{row.scheme}"))] if sizes else []
-        body.append([*line, _label(entry), *size])
+        entry = row.entry
+        survival = entry.get("gain_survival")
+        cells = table[row.scheme]["cells"]
+        line = [
+            row.name,
+            _accuracy(cells[BASE]),
+            _accuracy(cells[entry["trained"]]),
+            _in_two_lines(entry["delta"]),
+            _in_two_lines(survival) if survival else "reference",
+            _percent(entry["gain_kept"]) if entry.get("gain_kept") else "",
+            _label(entry),
+        ]
+        if sizes:
+            line.append(_bytes(sizes.get(f"{entry['trained']}:{row.scheme}")))
+        body.append(line)
+
     note = f"n = {questions} held-out questions per cell. ± is one standard error, brackets are 95 % intervals."
-    if told := unhealthy(table):
-        note += f" † {'; '.join(told)}. Quantization did that: the cell counts, with unfinished answers as wrong, and "
-        note += "no gate lets it pass."
+    unhealthy_cells = unhealthy(table)
+    if unhealthy_cells:
+        note += (
+            f" † {'; '.join(unhealthy_cells)}. Quantization did that: the cell counts, with unfinished answers as "
+            "wrong, and no gate lets it pass."
+        )
     return page.html("table", head=head, rows=body, note=note)
 
 
-_MEASURES = {"tokens": ("tokens an answer", 1), "unfinished": ("unfinished", 3), "reached": ("reached, then wrong", 3)}
+def _accuracy(cell: Mapping[str, Any]) -> str:
+    """Return a cell's accuracy with its standard error, marked if the cell broke a limit of health."""
+    mark = " †" if cell.get("unhealthy") else ""
+    return f"{cell['accuracy']:.3f} ± {cell['stderr']:.3f}{mark}"
+
+
+@dataclass(frozen=True)
+class _Measure:
+    """A measure of answers, as a column of the table."""
+
+    title: str
+    digits: int
+
+
+_MEASURES = {
+    "tokens": _Measure("tokens an answer", 1),
+    "unfinished": _Measure("unfinished", 3),
+    "reached": _Measure("reached, then wrong", 3),
+}
 
 
 def answers_table(table: Mapping[str, Any], rows: list[Row]) -> str:
-    """Return the table of what answers are like beside right or wrong, a row per cell; empty where nothing is known."""
-    label = {row.scheme: row.entry.get("label") or row.scheme for row in rows}
-    cells = {(variant, name): of for name, entry in table.items() for variant, of in entry.get("answers", {}).items()}
-    known = [name for name in _MEASURES if any(name in of for of in cells.values())]
-    likely = any("reference_logprob" in of for of in cells.values())
+    """Return the table of what answers are like besides right or wrong, a row per cell; empty if nothing is known."""
+    scheme_labels = {row.scheme: row.entry.get("label") or row.scheme for row in rows}
+    measures_of_cells = {}
+    for name, entry in table.items():
+        for variant, measures in entry.get("answers", {}).items():
+            measures_of_cells[variant, name] = measures
+    if not measures_of_cells:
+        return ""
+
+    # A column is left out if no cell has the measure: it depends on the task, and on the age of the table.
+    columns = [name for name in _MEASURES if any(name in measures for measures in measures_of_cells.values())]
+    has_perplexity = any("reference_logprob" in measures for measures in measures_of_cells.values())
     body = []
-    for (variant, name), of in sorted(cells.items(), key=lambda item: item[0][0] != BASE):
-        line = [cell_name(variant, label.get(name, name))]
-        line += [_changed(of.get(measure), _MEASURES[measure][1]) for measure in known]
-        if likely:
-            line.append(_changed(of.get("reference_logprob"), 3, of.get("reference_perplexity")))
-        counts = ("" if of[key] is None else str(of[key]) for key in ("right_to_wrong", "wrong_to_right"))
-        body.append([*line, *counts, "" if of["mcnemar"] is None else f"{of['mcnemar']:.2g}"])
-    if not body:
-        return ""
-    head = ["cell", *(_MEASURES[name][0] for name in known), *(["perplexity of references"] if likely else [])]
+    for (variant, name), measures in sorted(measures_of_cells.items(), key=lambda item: item[0][0] != BASE):
+        line = [cell_name(variant, scheme_labels.get(name, name))]
+        line += [_with_change(measures.get(column), _MEASURES[column].digits) for column in columns]
+        if has_perplexity:
+            line.append(_with_change(measures.get("reference_logprob"), 3, measures.get("reference_perplexity")))
+        line += [_text(measures["right_to_wrong"]), _text(measures["wrong_to_right"])]
+        line.append(_text(measures["mcnemar"], ".2g"))
+        body.append(line)
+
+    head = ["cell", *(_MEASURES[column].title for column in columns)]
     note = "Below a mean: the difference to full precision of the same variant, with its 95 % interval. "
-    note += (
-        "Reached, then wrong: the right value appears before a wrong or missing answer. " if "reached" in known else ""
-    )
-    note += "References: worked solutions; the difference is that of their log-likelihood a token." if likely else ""
-    return page.html("table", head=[*head, "right → wrong", "wrong → right", "McNemar's p"], rows=body, note=note)
+    if "reached" in columns:
+        note += "Reached, then wrong: the right value appears before a wrong or missing answer. "
+    if has_perplexity:
+        head.append("perplexity of references")
+        note += "References: worked solutions; the difference is that of their log-likelihood a token."
+    head += ["right → wrong", "wrong → right", "McNemar's p"]
+    return page.html("table", head=head, rows=body, note=note)
 
 
-def _changed(entry: Mapping[str, Any] | None, digits: int, mean: float | None = None) -> str:
-    """Return a measure's mean, or what to show in its place, and its difference to full precision."""
-    if entry is None:
+def _text(number: float | None, format_spec: str = "") -> str:
+    return "" if number is None else format(number, format_spec)
+
+
+def _with_change(measure: Mapping[str, Any] | None, digits: int, shown_mean: float | None = None) -> str:
+    """Return a measure's mean, or another number to show for it, and below it the difference to full precision."""
+    if measure is None:
         return ""
-    text = f"{entry['mean']['estimate'] if mean is None else mean:.{digits}f}"
-    return f"{text}\n{interval(entry['change'])}" if entry["change"] else text
+    mean = measure["mean"]["estimate"] if shown_mean is None else shown_mean
+    text = f"{mean:.{digits}f}"
+    if not measure["change"]:
+        return text
+    return f"{text}\n{interval(measure['change'])}"
 
 
 def changed_answers(changed: pd.DataFrame) -> str:
-    """Return the answers that quantization turned right or wrong, each beside the one at full precision."""
+    """Return the answers that quantization turned right or wrong, each next to the one at full precision."""
     groups = []
     for (variant, name, change), rows in changed.groupby(["variant", "scheme", "change"], sort=False):
         groups.append({"title": f"{cell_name(variant, name)}: {change}", "rows": rows.fillna("").to_dict("records")})

@@ -8,7 +8,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from qrl.figures.canvas import BLUE, FAINT, GREEN, GREY, INK, ORANGE, PURPLE, RED, VARIANTS, canvas, finish
+from qrl.figures.canvas import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    INK,
+    LABEL_CHARACTERS,
+    ORANGE,
+    PURPLE,
+    RED,
+    TICK_CHARACTERS,
+    VARIANTS,
+    canvas,
+    finish,
+    shortened,
+)
 from qrl.names import FULL
 from qrl.stats.text import interval, percent_interval
 
@@ -21,46 +36,62 @@ if TYPE_CHECKING:
 COLOURS = {"base": GREY, "grpo": BLUE, "qat": GREEN, "qad": PURPLE, "": ORANGE}  # by the prefix of a method's name
 TOKENS = "tokens"  # a measure of answers
 VERDICTS = {"survives": GREEN, "reduced": ORANGE, "lost": RED, "inconclusive": GREY}
-MARKERS = {"survives": "o", "reduced": "D", "lost": "s", "inconclusive": "o"}  # a second cue beside the colour
+MARKERS = {"survives": "o", "reduced": "D", "lost": "s", "inconclusive": "o"}  # colour is not the only cue
 LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 1}
 
 
 def matrix(comparison: Comparison, path: str | Path) -> None:
     """Draw the accuracy of every cell with its 95 % interval, variants side by side under each scheme."""
-    schemes, variants = comparison.schemes, comparison.variants
+    schemes = comparison.schemes
+    variants = comparison.variants
     figure, axes = canvas(6.4 + 0.9 * max(0, len(schemes) - 3), 4.4)
-    pair = len(variants) == 2
-    spread = 0.24 if pair else 0.78 / len(variants)
+    is_pair = len(variants) == 2
+    step = 0.24 if is_pair else 0.78 / len(variants)
     for i, variant in enumerate(variants):
         cells = [comparison.cells[variant, scheme] for scheme in schemes]
-        x = np.arange(len(cells)) + (i - (len(variants) - 1) / 2) * spread
+        x = np.arange(len(cells)) + (i - (len(variants) - 1) / 2) * step
         y = [cell.estimate for cell in cells]
         errors = [[cell.estimate - cell.low for cell in cells], [cell.high - cell.estimate for cell in cells]]
         colour = VARIANTS[i % len(VARIANTS)]
-        axes.errorbar(x, y, yerr=errors, fmt="o", ms=8, lw=2, capsize=4, color=colour, label=variant, zorder=3)
-        style = {"xytext": (0, 4), "ha": "center", "va": "bottom"}
-        if pair:  # labels beside the points, away from the other variant
-            style = {"xytext": (-9 if i == 0 else 9, 0), "ha": "right" if i == 0 else "left", "va": "center"}
-        style |= {"textcoords": "offset points", "color": colour, "size": 9, "bbox": LABEL}
-        for px, cell in zip(x, cells, strict=True):
-            axes.annotate(f"{cell.estimate:.3f}", (px, cell.estimate if pair else cell.high), **style)
-    ticks = [comparison.shown(scheme).replace(" (groups", "\n(groups") for scheme in schemes]
-    axes.set_xticks(range(len(schemes)), ticks, size=12)
+        label = shortened(variant)
+        axes.errorbar(x, y, yerr=errors, fmt="o", ms=8, lw=2, capsize=4, color=colour, label=label, zorder=3)
+
+        # Of two variants, each number is next to its point, away from the other variant; of more, above its bar.
+        if not is_pair:
+            position = {"xytext": (0, 4), "ha": "center", "va": "bottom"}
+        elif i == 0:
+            position = {"xytext": (-9, 0), "ha": "right", "va": "center"}
+        else:
+            position = {"xytext": (9, 0), "ha": "left", "va": "center"}
+        style = {"textcoords": "offset points", "color": colour, "size": 9, "bbox": LABEL}
+        for point_x, cell in zip(x, cells, strict=True):
+            point_y = cell.estimate if is_pair else cell.high
+            axes.annotate(f"{cell.estimate:.3f}", (point_x, point_y), **position, **style)
+
+    axes.set_xticks(range(len(schemes)), [_tick(comparison.shown(scheme)) for scheme in schemes], size=12)
     axes.set_xlim(-0.6, len(schemes) - 0.4)
     axes.margins(y=0.12)
     axes.set_ylabel("accuracy")
     axes.grid(axis="x", visible=False)
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(variants), frameon=False, borderaxespad=0.2)
     gain = comparison.row(FULL)
-    finish(figure, _gain_title(gain.variant, gain.delta), _matrix_note(comparison), path)
+    finish(figure, _gain_title(shortened(gain.variant), gain.delta), _matrix_note(comparison), path)
+
+
+def _tick(scheme_label: str) -> str:
+    """Return a scheme's label for an axis, its size of groups on a second line."""
+    lines = scheme_label.replace(" (groups", "\n(groups").splitlines()
+    return "\n".join(shortened(line, TICK_CHARACTERS) for line in lines)
 
 
 def _matrix_note(comparison: Comparison) -> str:
-    shared = "the same for all" if comparison.paired else "counted per cell"
-    note = f"n = {comparison.n} questions per cell, {shared}; bars are 95 % intervals of each cell (Wilson)"
+    questions = "the same for all" if comparison.paired else "counted per cell"
+    note = f"n = {comparison.n} questions per cell, {questions}; bars are 95 % intervals of each cell (Wilson)"
     if len(comparison.runs) > 1:
-        of_seeds = f"n = {comparison.n} questions, mean of {len(comparison.runs)} seeds"
-        note = f"{of_seeds}; bars are 95 % intervals of each cell and include the spread between seeds"
+        note = (
+            f"n = {comparison.n} questions, mean of {len(comparison.runs)} seeds; bars are 95 % intervals of each cell "
+            "and include the spread between seeds"
+        )
     if comparison.paired:
         note += ".\nDifferences are paired, so most of their intervals are narrower than these bars suggest"
     return f"{note}."
@@ -79,13 +110,17 @@ def survival(comparison: Comparison, path: str | Path) -> None:
     full_gains = [comparison.row(FULL, row.variant).delta for row, _, _ in rows]
     half_gains = [gain.estimate / 2 if gain.low > 0 else None for gain in full_gains]
     left, right = _limits(rows, half_gains)
+    # Shades and the line at half of the gain need a gain: where none is shown, they would say something about noise.
     for y, ((_, verdict, value), half_gain) in enumerate(zip(rows, half_gains, strict=True)):
         if half_gain is not None:
-            _shade_words(axes, y, -half_gain, -verdict.margin, (left, right))
+            _shade_verdicts(axes, y, -half_gain, -verdict.margin, (left, right))
         _forest_row(axes, y, verdict, value)
-    several = len(comparison.variants) > 2
-    shown = [(row.variant, comparison.shown(row.scheme)) for row, _, _ in rows]
-    labels = [f"{variant} · {scheme}" if several else scheme for variant, scheme in shown]
+
+    has_several_variants = len(comparison.variants) > 2
+    labels = []
+    for row, _, _ in rows:
+        label = shortened(comparison.shown(row.scheme))
+        labels.append(f"{shortened(row.variant)} · {label}" if has_several_variants else label)
     axes.axvline(0, color=INK, lw=1)
     axes.set_xlim(left, right)
     axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -94,41 +129,46 @@ def survival(comparison: Comparison, path: str | Path) -> None:
     axes.set_xlabel("gain survival: gain under the scheme − gain at full precision (accuracy)")
     if half_gains[0] is not None:
         _name_lines(axes, -half_gains[0], -rows[0][1].margin)
-    finish(figure, _survival_title(rows, several), _survival_note(comparison), path)
+    finish(figure, _survival_title(rows, has_several_variants), _survival_note(comparison), path)
 
 
 def _limits(rows: Sequence[tuple], half_gains: Sequence[float | None]) -> tuple[float, float]:
     """Return the ends of the axis: every interval, every seed and every line are within."""
-    places = [0.0, *(-half_gain for half_gain in half_gains if half_gain is not None)]
+    drawn_values = [0.0, *(-half_gain for half_gain in half_gains if half_gain is not None)]
     for _, verdict, value in rows:
-        places += [value.low, value.high, -verdict.margin]
-        places += [run.estimate for run in value.runs.values] if value.runs else []
-    room = 0.08 * (max(places) - min(places))
-    return min(places) - room, max(places) + room
+        drawn_values += [value.low, value.high, -verdict.margin]
+        if value.runs:
+            drawn_values += [run.estimate for run in value.runs.values]
+    padding = 0.08 * (max(drawn_values) - min(drawn_values))
+    return min(drawn_values) - padding, max(drawn_values) + padding
 
 
-def _shade_words(axes, y: int, lost: float, margin: float, ends: tuple[float, float]) -> None:
+def _shade_verdicts(axes, y: int, lost: float, margin: float, ends: tuple[float, float]) -> None:
     """Shade what a gain survival means: the gain is lost left of `lost`, survives right of `margin`, or is reduced."""
     left, right = ends
     regions = {"lost": (left, lost), "reduced": (lost, margin), "survives": (max(lost, margin), right)}
-    for word, (begin, end) in regions.items():
+    for verdict, (begin, end) in regions.items():
         if begin < end:
-            axes.fill_betweenx([y - 0.5, y + 0.5], begin, end, color=VERDICTS[word], alpha=0.1, lw=0)
+            axes.fill_betweenx([y - 0.5, y + 0.5], begin, end, color=VERDICTS[verdict], alpha=0.1, lw=0)
     axes.plot([lost] * 2, [y - 0.5, y + 0.5], color=RED, lw=1.6, ls=":")
     axes.plot([margin] * 2, [y - 0.5, y + 0.5], color=GREEN, lw=1.4, ls=(0, (4, 2)))
 
 
 def _name_lines(axes, lost: float, margin: float) -> None:
     """Name the two lines above the panel, each on the side that faces away from the other."""
-    sides = ("right", "left") if lost < margin else ("left", "right")
-    lines = (("half of the gain is lost", lost, RED), ("−margin", margin, GREEN))
-    for (text, place, colour), side in zip(lines, sides, strict=True):
-        beside = {"textcoords": "offset points", "ha": side, "size": 9.5, "color": colour}
-        axes.annotate(text, (place, -0.5), (-3 if side == "right" else 3, 3), **beside)
+    lost_side, margin_side = ("right", "left") if lost < margin else ("left", "right")
+    _name_line(axes, "half of the gain is lost", lost, lost_side, RED)
+    _name_line(axes, "−margin", margin, margin_side, GREEN)
 
 
-def _survival_title(rows: Sequence[tuple], several: bool) -> str:
-    return survival_finding([(row.scheme, verdict.verdict) for row, verdict, _ in rows], several, "Gain")
+def _name_line(axes, text: str, x: float, alignment: str, colour: str) -> None:
+    offset = (-3, 3) if alignment == "right" else (3, 3)
+    axes.annotate(text, (x, -0.5), offset, textcoords="offset points", ha=alignment, size=9.5, color=colour)
+
+
+def _survival_title(rows: Sequence[tuple], has_several_variants: bool) -> str:
+    verdicts = [(shortened(row.scheme), verdict.verdict) for row, verdict, _ in rows]
+    return survival_finding(verdicts, has_several_variants, "Gain")
 
 
 def _survival_note(comparison: Comparison) -> str:
@@ -145,15 +185,23 @@ def _survival_note(comparison: Comparison) -> str:
 
 
 def _forest_row(axes, y: int, verdict: Verdict, value: Estimate) -> None:
+    """Draw one gain survival: both intervals, the seeds, and the verdict in words."""
     colour = VERDICTS[verdict.verdict]
     axes.plot([value.low, value.high], [y, y], color=colour, lw=2.2, solid_capstyle="butt")
     axes.plot([value.lower, value.upper], [y, y], color=colour, lw=7, solid_capstyle="butt")
     axes.plot(value.estimate, y, MARKERS[verdict.verdict], ms=6, color="white", mec=colour, mew=1.8)
     _draw_runs(axes, y, value)
-    word = "lost, all of it" if verdict.all_lost else verdict.verdict
-    kept = f": {percent_interval(verdict.kept)} kept" if verdict.kept else ""
-    style = {"va": "center", "color": INK, "size": 10, "annotation_clip": False}
-    axes.annotate(f"{word}{kept}\n{interval(value)}", (1.02, y), xycoords=("axes fraction", "data"), **style)
+    text = "lost, all of it" if verdict.all_lost else verdict.verdict
+    if verdict.kept:
+        text += f": {percent_interval(verdict.kept)} kept"
+    _annotate_right(axes, y, f"{text}\n{interval(value)}", size=10)
+
+
+def _annotate_right(axes, y: float, text: str, size: float) -> None:
+    """Write a text to the right of a panel, at the height of a row."""
+    axes.annotate(
+        text, (1.02, y), xycoords=("axes fraction", "data"), va="center", color=INK, size=size, annotation_clip=False
+    )
 
 
 def methods(measured: Methods, title: str, path: str | Path) -> None:
@@ -167,38 +215,48 @@ def methods(measured: Methods, title: str, path: str | Path) -> None:
 def lengths(measured: Methods, path: str | Path) -> None:
     """Draw the tokens an answer of every method − those of its reference, with 95 % intervals."""
     rows = [
-        (cell, f"{found.means[TOKENS].estimate:.1f}", found.changes[TOKENS])
-        for cell, found in measured.answers.items()
-        if TOKENS in found.changes
+        (cell, f"{answers.means[TOKENS].estimate:.1f}", answers.changes[TOKENS])
+        for cell, answers in measured.answers.items()
+        if TOKENS in answers.changes
     ]
-    longer, shorter = sum(value.low > 0 for *_, value in rows), sum(value.high < 0 for *_, value in rows)
+    longer = sum(change.low > 0 for *_, change in rows)
+    shorter = sum(change.high < 0 for *_, change in rows)
     title = f"Answers are longer than the reference's in {longer} of {len(rows)} methods, shorter in {shorter}"
-    against = "tokens an answer − those of the reference, at full precision"
-    _forest(measured, rows, against, title, "Right: tokens, difference.", path)
+    axis_label = "tokens an answer − those of the reference, at full precision"
+    _forest(measured, rows, axis_label, title, "Right: tokens, difference.", path)
 
 
 def _forest(
-    measured: Methods, rows: list[tuple[Cell, str, Estimate]], axis: str, title: str, right: str, path: str | Path
+    measured: Methods,
+    rows: list[tuple[Cell, str, Estimate]],
+    axis_label: str,
+    title: str,
+    right_note: str,
+    path: str | Path,
 ) -> None:
-    """Draw a difference per cell with its interval, and a text beside it."""
+    """Draw a difference per cell with its interval, and to its right a text."""
     figure, axes = canvas(8.4, 2.0 + 0.3 * len(rows))
-    beside = {"xycoords": ("axes fraction", "data"), "va": "center", "color": INK, "size": 9, "annotation_clip": False}
     for y, (cell, text, value) in enumerate(rows):
-        colour = next(colour for prefix, colour in COLOURS.items() if cell[0].startswith(prefix))
+        variant, _ = cell
+        colour = next(colour for prefix, colour in COLOURS.items() if variant.startswith(prefix))
         axes.plot([value.low, value.high], [y, y], color=colour, lw=2.2, solid_capstyle="butt")
         axes.plot(value.estimate, y, "o", ms=7, color=colour)
         _draw_runs(axes, y, value)
-        axes.annotate(f"{text}   {interval(value)}", (1.02, y), **beside)
+        _annotate_right(axes, y, f"{text}   {interval(value)}", size=9)
     axes.axvline(0, color=INK, lw=1)
     axes.set_ylim(len(rows) - 0.5, -0.6)
-    axes.set_yticks(range(len(rows)), [measured.shown(cell) for cell, *_ in rows], size=10)
+    labels = [shortened(measured.shown(cell), 2 * LABEL_CHARACTERS) for cell, *_ in rows]  # a variant and a scheme
+    axes.set_yticks(range(len(rows)), labels, size=10)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(axis)
+    axes.set_xlabel(axis_label)
+
     runs = "one training run each"
     if measured.runs > 1:
         ticks = " (ticks)" if any(value.runs for *_, value in rows) else ""
         runs = f"mean of {measured.runs} training runs{ticks}, intervals include their spread"
-    finish(figure, title, f"n = {rows[0][2].n} questions, paired; {runs}. Bars: 95 % intervals. {right}", path)
+    first_value = rows[0][2]
+    note = f"n = {first_value.n} questions, paired; {runs}. Bars: 95 % intervals. {right_note}"
+    finish(figure, title, note, path)
 
 
 def _draw_runs(axes, y: float, value: Estimate) -> None:
@@ -217,28 +275,42 @@ def _gain_title(variant: str, gain: Estimate) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    """Return `a, b and c`."""
+    *first_names, last_name = names
+    if not first_names:
+        return last_name
+    return f"{', '.join(first_names)} and {last_name}"
 
 
-def survival_finding(rows: Sequence[tuple[str, str]], several: bool, gain: str) -> str:
+def survival_finding(rows: Sequence[tuple[str, str]], has_several_variants: bool, gain: str) -> str:
     """Return the schemes of each verdict as a sentence.
 
     Args:
         rows: scheme and verdict of each.
-        several: there are several trained variants, so that verdicts are only counted.
+        has_several_variants: verdicts are then only counted.
         gain: the first words of such a count.
     """
-    by_verdict = {name: [scheme for scheme, verdict in rows if verdict == name] for name in VERDICTS}
-    verdicts = {verdict: schemes for verdict, schemes in by_verdict.items() if schemes}
-    if several:
-        counts = ", ".join(f"{verdict} in {len(schemes)}" for verdict, schemes in verdicts.items())
+    schemes_of_verdict = {}
+    for verdict in VERDICTS:
+        schemes = [scheme for scheme, row_verdict in rows if row_verdict == verdict]
+        if schemes:
+            schemes_of_verdict[verdict] = schemes
+
+    if has_several_variants:
+        counts = ", ".join(f"{verdict} in {len(schemes)}" for verdict, schemes in schemes_of_verdict.items())
         return f"{gain} under {len(rows)} variants and schemes: {counts}"
-    sentences = {
-        "survives": "{gain} survives {}",
-        "reduced": "{gain} is reduced under {}",
-        "lost": "{gain} is lost under {}",
-        "inconclusive": "whether {gain} survives {} is inconclusive",
-    }
-    parts = [sentences[verdict].replace("{}", _listed(schemes)) for verdict, schemes in verdicts.items()]
-    title = "; ".join(part.replace("{gain}", "it" if i else "the gain") for i, part in enumerate(parts))
+
+    clauses = []
+    for verdict, schemes in schemes_of_verdict.items():
+        subject = "it" if clauses else "the gain"
+        clauses.append(_SENTENCES[verdict].format(gain=subject, schemes=_listed(schemes)))
+    title = "; ".join(clauses)
     return title[0].upper() + title[1:]
+
+
+_SENTENCES = {
+    "survives": "{gain} survives {schemes}",
+    "reduced": "{gain} is reduced under {schemes}",
+    "lost": "{gain} is lost under {schemes}",
+    "inconclusive": "whether {gain} survives {schemes} is inconclusive",
+}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from qrl.figures import interactive
 from qrl.figures.canvas import GREEN, INK, RED
 from qrl.figures.comparison import VERDICTS
-from qrl.figures.page import axis, laid
+from qrl.figures.page import axis, plotly_figure
 from qrl.names import FULL
 from qrl.stats import signed
 
@@ -29,24 +29,45 @@ def forest(rows: Sequence[Row], table: Mapping[str, Any]) -> dict | None:
     """
     if not rows:
         return None
-    drawn, shapes, notes = [], [_vertical(0.0, {"color": INK, "width": 1})], []
+    traces = []
+    shapes = [_vertical(0.0, {"color": INK, "width": 1})]
+    notes = []
     for number, row in enumerate(rows):
-        margin, half_gain = row.entry["margin"], _half_gain(table, row.entry["trained"])
+        margin = row.entry["margin"]
         text = f"{headline(row.entry)}; gain survival {interval(row.entry['gain_survival'])}"
-        drawn += _marks(row, f"{row.name}: {text}, margin {margin:.3f}", text)
+        traces += _marks(row, f"{row.name}: {text}, margin {margin:.3f}", text)
+
+        half_gain = _half_gain(table, row.entry["trained"])
         if half_gain is not None:
             shapes.append(_vertical(-half_gain, {"color": RED, "width": 2, "dash": "dot"}, number))
         shapes.append(_vertical(-margin, {"color": GREEN, "width": 2, "dash": "dash"}, number))
-        place = {"xref": "paper", "x": 0.02, "xanchor": "left", "y": row.name, "yshift": 20, "showarrow": False}
-        notes.append(place | {"text": f"<b>{row.name}</b>: {text}"})
-    title = f"{TITLE}. {BOUNDS}" if any(row.entry.get("gain_survival_bounds") for row in rows) else TITLE
-    title += ". Strokes: each seed" if any(row.entry.get("per_seed") for row in rows) else ""
-    axes = {
-        "yaxis": {"type": "category", "autorange": "reversed", "showticklabels": False},
-        "xaxis": axis("gain survival (accuracy)", nticks=6),
-        "margin": {"l": 15, "r": 15, "t": 20, "b": 50},
-    }
-    return laid(drawn, title, 120 + 80 * len(rows), shapes=shapes, annotations=notes, **axes)
+        notes.append(
+            {
+                "text": f"<b>{row.name}</b>: {text}",
+                "xref": "paper",
+                "x": 0.02,
+                "xanchor": "left",
+                "y": row.name,
+                "yshift": 20,
+                "showarrow": False,
+            }
+        )
+
+    title = TITLE
+    if any(row.entry.get("gain_survival_bounds") for row in rows):
+        title += f". {BOUNDS}"
+    if any(row.entry.get("per_seed") for row in rows):
+        title += ". Strokes: each seed"
+    return plotly_figure(
+        traces,
+        title,
+        120 + 80 * len(rows),
+        shapes=shapes,
+        annotations=notes,
+        xaxis=axis("gain survival (accuracy)", nticks=6),
+        yaxis={"type": "category", "autorange": "reversed", "showticklabels": False},
+        margin={"l": 15, "r": 15, "t": 20, "b": 50},
+    )
 
 
 def headline(entry: Mapping[str, Any]) -> str:
@@ -64,41 +85,73 @@ def _half_gain(table: Mapping[str, Any], variant: str) -> float | None:
     full = table.get(FULL)
     if full is None:
         return None
-    entry = full if full["trained"] == variant else (full.get("others") or {}).get(variant)
-    return entry["delta"]["estimate"] / 2 if entry and entry["delta"]["low"] > 0 else None
+    entry = full
+    if full["trained"] != variant:
+        entry = (full.get("others") or {}).get(variant)
+    if not entry or entry["delta"]["low"] <= 0:
+        return None
+    return entry["delta"]["estimate"] / 2
 
 
-def _vertical(place: float, line: dict[str, Any], number: int | None = None) -> dict:
+def _vertical(x: float, line: dict[str, Any], number: int | None = None) -> dict:
     """Return a vertical line, through all rows or through one."""
     height: dict[str, Any] = {"y0": 0, "y1": 1, "yref": "paper"}
     if number is not None:
         height = {"y0": number - 0.5, "y1": number + 0.5}
-    return {"type": "line", "x0": place, "x1": place, "line": line} | height
+    return {"type": "line", "x0": x, "x1": x, "line": line} | height
 
 
 def _marks(row: Row, hover: str, text: str) -> list[dict]:
-    """Return a row's thick bar, its dot with the 95 % interval, and a stroke for each of several seeds."""
-    value, word = row.entry["gain_survival"], row.entry["verdict"]
-    colour = VERDICTS.get(word, INK)
-    drawn = []
-    if bounds := row.entry.get("gain_survival_bounds"):
-        thick = {"type": "scatter", "mode": "lines", "x": bounds, "y": [row.name] * 2, "showlegend": False}
-        drawn.append(thick | {"line": {"color": colour, "width": 9}, "opacity": 0.6, "hoverinfo": "skip"})
-    drawn += _strokes(row)
-    dot = {"type": "scatter", "mode": "markers", "x": [value["estimate"]], "y": [row.name], "text": [text]}
-    dot |= {"marker": {"color": colour, "size": 12, "symbol": SYMBOLS.get(word, "circle")}, "showlegend": False}
-    dot["error_x"] = interactive.reach([(value["estimate"], value["low"], value["high"])], 3)
-    return [*drawn, dot | {"hovertemplate": f"{hover}<extra></extra>"}]
+    """Return a row's thick bar, a stroke for each of several seeds, and its dot with the 95 % interval."""
+    value = row.entry["gain_survival"]
+    verdict = row.entry["verdict"]
+    colour = VERDICTS.get(verdict, INK)
+    traces = []
+    bounds = row.entry.get("gain_survival_bounds")
+    if bounds:
+        traces.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "x": bounds,
+                "y": [row.name] * 2,
+                "line": {"color": colour, "width": 9},
+                "opacity": 0.6,
+                "showlegend": False,
+                "hoverinfo": "skip",
+            }
+        )
+    traces += _strokes(row)
+    traces.append(
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "x": [value["estimate"]],
+            "y": [row.name],
+            "text": [text],
+            "marker": {"color": colour, "size": 12, "symbol": SYMBOLS.get(verdict, "circle")},
+            "error_x": interactive.reach([(value["estimate"], value["low"], value["high"])], 3),
+            "showlegend": False,
+            "hovertemplate": f"{hover}<extra></extra>",
+        }
+    )
+    return traces
 
 
 def _strokes(row: Row) -> list[dict]:
-    """Return a stroke for each of several seeds."""
+    """Return a stroke for each of several seeds, in one trace."""
     seeds = row.entry.get("per_seed") or {}
-    alone = {seed: values["gain_survival"] for seed, values in seeds.items() if values.get("gain_survival")}
-    if not alone:
+    by_seed = {seed: values["gain_survival"] for seed, values in seeds.items() if values.get("gain_survival")}
+    if not by_seed:
         return []
-    strokes = {"type": "scatter", "mode": "markers", "showlegend": False, "y": [row.name] * len(alone)}
-    strokes |= {"x": [own["estimate"] for own in alone.values()]}
-    strokes |= {"text": [f"seed {seed}: {interval(own)}" for seed, own in alone.items()]}
-    strokes["marker"] = {"symbol": "line-ns", "size": 16, "line": {"color": INK, "width": 2}}
-    return [strokes | {"hovertemplate": "%{text}<extra></extra>"}]
+    strokes = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [survival["estimate"] for survival in by_seed.values()],
+        "y": [row.name] * len(by_seed),
+        "text": [f"seed {seed}: {interval(survival)}" for seed, survival in by_seed.items()],
+        "marker": {"symbol": "line-ns", "size": 16, "line": {"color": INK, "width": 2}},
+        "showlegend": False,
+        "hovertemplate": "%{text}<extra></extra>",
+    }
+    return [strokes]

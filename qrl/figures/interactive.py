@@ -4,7 +4,7 @@ import pandas as pd
 
 from qrl.figures import divergence, heatmaps
 from qrl.figures.canvas import VARIANTS, by_variant
-from qrl.figures.page import Section, axis, laid, numbers
+from qrl.figures.page import Section, axis, numbers, plotly_figure
 from qrl.figures.weights import bits, error_column
 
 DIFFERENCES = [[0, "#2d004b"], [0.25, "#998ec3"], [0.5, "#f7f7f7"], [0.75, "#f1a340"], [1, "#7f3b08"]]  # PuOr
@@ -26,80 +26,126 @@ def sections(weights: pd.DataFrame, stored: pd.DataFrame, behaviour: pd.DataFram
 
 
 def _map(panel: heatmaps.Panel) -> dict:
-    values = panel.values
-    drawn = {"type": "heatmap", "z": [numbers(row) for row in values.to_numpy(dtype=float)]}
-    drawn |= {"x": [str(layer) for layer in values.columns], "y": list(values.index)}
-    drawn["hovertemplate"] = "layer %{x}, %{y}: %{z:.4g}<extra></extra>"
-    drawn |= {"colorscale": DIFFERENCES, "zmid": 0} if panel.signed else {"colorscale": "Cividis"}
-    axes = {"yaxis": {"autorange": "reversed"}, "xaxis": axis("layer", type="category")}
-    return laid([drawn], panel.title, 150 + 24 * len(values), **axes)
+    """Return one map, layer × projection."""
+    trace = {
+        "type": "heatmap",
+        "x": [str(layer) for layer in panel.values.columns],
+        "y": list(panel.values.index),
+        "z": [numbers(row) for row in panel.values.to_numpy(dtype=float)],
+        "hovertemplate": "layer %{x}, %{y}: %{z:.4g}<extra></extra>",
+    }
+    if panel.signed:
+        trace |= {"colorscale": DIFFERENCES, "zmid": 0}
+    else:
+        trace["colorscale"] = "Cividis"
+    return plotly_figure(
+        [trace],
+        panel.title,
+        150 + 24 * len(panel.values),
+        xaxis=axis("layer", type="category"),
+        yaxis={"autorange": "reversed"},
+    )
 
 
 def _outliers(weights: pd.DataFrame) -> dict:
     """Return every matrix: its outliers against the proxy's error."""
-    proxy, error = f"{bits(weights)}-bit", error_column(weights)
+    proxy = f"{bits(weights)}-bit"
     hover = f"%{{text}}<br>outliers %{{x:.3g}}, {proxy} error %{{y:.4g}}"
-    drawn = [
-        _matrices(variant, number, hover, rows, "abs_outlier_frac", error)
+    traces = [
+        _matrices(variant, number, hover, rows, "abs_outlier_frac", error_column(weights))
         for number, (variant, rows, *_) in enumerate(by_variant(weights))
     ]
-    axes = {"xaxis": axis("share of outliers"), "yaxis": axis(f"relative {proxy} error")}
-    return laid(drawn, f"Outliers and {proxy} error of each matrix", 420, **axes)
+    return plotly_figure(
+        traces,
+        f"Outliers and {proxy} error of each matrix",
+        420,
+        xaxis=axis("share of outliers"),
+        yaxis=axis(f"relative {proxy} error"),
+    )
 
 
 def _update_survival(stored: pd.DataFrame) -> dict | None:
-    """Return update survival and cosine of every matrix, by scheme."""
+    """Return update survival and cosine of every matrix, by scheme; None if no update is known."""
     if "update_cosine" not in stored or stored["update_cosine"].notna().sum() == 0:
         return None
     by_scheme = stored.dropna(subset="update_cosine").groupby("scheme", sort=False)
     hover = "%{text}<br>length %{x:.3g}, cosine %{y:.3f}"
-    drawn = [
+    traces = [
         _matrices(str(scheme), number, hover, rows, "update_survival", "update_cosine")
         for number, (scheme, rows) in enumerate(by_scheme, 1)
     ]
-    axes = {
-        "xaxis": axis("length of the stored update over the true one", type="log"),
-        "yaxis": axis("cosine with the true update", range=[-0.05, 1.05]),
-    }
-    return laid(drawn, "How much of the update each scheme stores, by matrix (1, 1: all of it)", 420, **axes)
+    title = "How much of the update each scheme stores, by matrix (1, 1: all of it)"
+    return plotly_figure(
+        traces,
+        title,
+        420,
+        xaxis=axis("length of the stored update over the true one", type="log"),
+        yaxis=axis("cosine with the true update", range=[-0.05, 1.05]),
+    )
 
 
 def _divergence(behaviour: pd.DataFrame) -> list[dict]:
     """Return divergence and agreement by scheme, and divergence by layer, with 95 % intervals over texts."""
-    figures = []
-    whole, layers = behaviour[behaviour["layer"] < 0], behaviour[behaviour["layer"] >= 0]
-    for rows, by, where in ((whole, "scheme", "scheme"), (layers, "layer", "the only layer that is rounded")):
-        for column in divergence.AXES if len(rows) else ():
-            drawn = []
-            for number, (variant, own) in enumerate(rows.groupby("variant", sort=False)):
-                ends = [divergence.interval(row, column) for row in own.itertuples()]
-                drawn.append(bars(variant, number, [str(place) for place in own[by]], ends))
-            title = f"{divergence.AXES[column]}; n = {rows['n'].min():,} texts"
-            lowest = "tozero" if column == "kl" else "normal"
-            axes = {"xaxis": axis(where, type="category"), "yaxis": {"rangemode": lowest}}
-            figures.append(laid(drawn, title, 360, **axes))
-    return figures
+    of_models = behaviour[behaviour["layer"] < 0]
+    of_layers = behaviour[behaviour["layer"] >= 0]
+    plots = []
+    if len(of_models):
+        plots += [_divergence_by(of_models, "scheme", "scheme", measure) for measure in divergence.AXES]
+    if len(of_layers):
+        axis_label = "the only layer that is rounded"
+        plots += [_divergence_by(of_layers, "layer", axis_label, measure) for measure in divergence.AXES]
+    return plots
 
 
-def bars(name: str, number: int, x: list, ends: list[tuple[float, float, float]]) -> dict:
-    """Return points on a category axis, each with estimate, low and high; `number` is of the colour and symbol."""
-    text = [f"{value:.4g} [{low:.4g}, {high:.4g}]" for value, low, high in ends]
-    place = {"x": x, "y": [value for value, _, _ in ends], "error_y": reach(ends, 2), "text": text}
-    return _dots(name, number, "%{x}: %{text}", place)
+def _divergence_by(rows: pd.DataFrame, category: str, axis_label: str, measure: str) -> dict:
+    """Return one measure over a column of categories, variants next to each other."""
+    traces = []
+    for number, (variant, variant_rows) in enumerate(rows.groupby("variant", sort=False)):
+        intervals = [divergence.interval(row, measure) for row in variant_rows.itertuples()]
+        traces.append(bars(variant, number, [str(value) for value in variant_rows[category]], intervals))
+    title = f"{divergence.AXES[measure]}; n = {rows['n'].min():,} texts"
+    range_mode = "tozero" if measure == "kl" else "normal"
+    return plotly_figure(traces, title, 360, xaxis=axis(axis_label, type="category"), yaxis={"rangemode": range_mode})
 
 
-def reach(ends: list[tuple[float, float, float]], thickness: int) -> dict:
+def bars(name: str, number: int, x: list, intervals: list[tuple[float, float, float]]) -> dict:
+    """Return points on a category axis, each with estimate, low and high; `number` selects colour and symbol."""
+    values = {
+        "x": x,
+        "y": [estimate for estimate, _, _ in intervals],
+        "error_y": reach(intervals, 2),
+        "text": [f"{estimate:.4g} [{low:.4g}, {high:.4g}]" for estimate, low, high in intervals],
+    }
+    return _dots(name, number, "%{x}: %{text}", values)
+
+
+def reach(intervals: list[tuple[float, float, float]], thickness: int) -> dict:
     """Return plotly's error bars of estimates, lows and highs."""
-    above, below = [high - value for value, _, high in ends], [value - low for value, low, _ in ends]
-    return {"type": "data", "array": above, "arrayminus": below, "thickness": thickness}
+    return {
+        "type": "data",
+        "array": [high - estimate for estimate, _, high in intervals],
+        "arrayminus": [estimate - low for estimate, low, _ in intervals],
+        "thickness": thickness,
+    }
 
 
 def _matrices(name: str, number: int, hover: str, rows: pd.DataFrame, x: str, y: str) -> dict:
-    place = {"x": numbers(rows[x]), "y": numbers(rows[y]), "text": rows["tensor"].tolist()}
-    return _dots(name, number, hover, place)
+    """Return a dot for each matrix, two columns against each other."""
+    values = {"x": numbers(rows[x]), "y": numbers(rows[y]), "text": rows["tensor"].tolist()}
+    return _dots(name, number, hover, values)
 
 
-def _dots(name: str, number: int, hover: str, place: dict) -> dict:
-    look = {"color": VARIANTS[number % len(VARIANTS)], "symbol": SYMBOLS[number % len(SYMBOLS)]}
-    dots = {"type": "scatter", "mode": "markers", "name": name, "marker": {**look, "size": 9, "opacity": 0.8}}
-    return {**dots, "hovertemplate": f"{hover}<extra>{name}</extra>", **place}
+def _dots(name: str, number: int, hover: str, values: dict) -> dict:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": name,
+        "marker": {
+            "color": VARIANTS[number % len(VARIANTS)],
+            "symbol": SYMBOLS[number % len(SYMBOLS)],
+            "size": 9,
+            "opacity": 0.8,
+        },
+        "hovertemplate": f"{hover}<extra>{name}</extra>",
+        **values,
+    }

@@ -24,17 +24,18 @@ class Section(NamedTuple):
 
     title: str
     finding: str  # one sentence; may be empty
-    content: Sequence[str | dict | None]  # HTML from `html`, or figures of `laid`; None is left out
+    content: Sequence[str | dict | None]  # HTML from `html`, or plots; None is left out
     folded: bool = False  # shown as a line that opens
 
 
 def write(title: str, head: str, sections: Sequence[Section], path: str | Path, foot: str = "") -> None:
     """Write the page, whole or not at all; `title` is of the browser's tab, `head` and `foot` are from `html`."""
-    shown = [item for section in sections for item in section.content if isinstance(item, dict)]
-    figures = {f"figure{number}": figure for number, figure in enumerate(shown)}
+    plots = []
+    for section in sections:
+        plots += [item for item in section.content if isinstance(item, dict)]
+    figures = {f"figure{number}": plot for number, plot in enumerate(plots)}
     data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")  # `<!--<script` would swallow what follows
-    parts = {"head": head, "sections": sections, "foot": foot}
-    text = html("page", title=title, **parts, figures=data, library=_plotly())
+    text = html("page", title=title, head=head, sections=sections, foot=foot, figures=data, library=_plotly())
     with written_whole(Path(path)) as partial:
         partial.write_text(text, encoding="utf-8")
 
@@ -46,6 +47,7 @@ def html(macro: str, **values: object) -> str:
 
 @cache
 def _macros() -> ModuleType:
+    """Return the template's macros; jinja2 escapes values, since names and answers come from models and users."""
     from jinja2 import Environment, PackageLoader
 
     folder = Environment(loader=PackageLoader("qrl", "figures"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -55,8 +57,8 @@ def _macros() -> ModuleType:
 @cache
 def _plotly() -> str:
     """Return plotly's JavaScript, packed. Its Python package takes a second to import and is not needed."""
-    whole = (files("plotly") / "package_data" / "plotly.min.js").read_bytes()
-    return base64.b64encode(gzip.compress(whole, mtime=0)).decode()
+    script = (files("plotly") / "package_data" / "plotly.min.js").read_bytes()
+    return base64.b64encode(gzip.compress(script, mtime=0)).decode()
 
 
 def numbers(values: Iterable[float]) -> list[float | None]:
@@ -64,19 +66,19 @@ def numbers(values: Iterable[float]) -> list[float | None]:
     return [float(value) if math.isfinite(value) else None for value in values]
 
 
-def axis(title: str, **more: object) -> dict:
+def axis(title: str, **options: object) -> dict:
     """Return an axis of plotly's."""
-    return {"title": {"text": title}, **more}
+    return {"title": {"text": title}, **options}
 
 
-def laid(drawn: list[dict], title: str, height: int, **layout: object) -> dict:
-    """Return a figure as `write` expects it; its title becomes text of the page, which wraps on a narrow screen.
+def plotly_figure(traces: list[dict], title: str, height: int, **layout: object) -> dict:
+    """Return a plot as `write` expects it; its title becomes text of the page, which wraps on a narrow screen.
 
     The page's script replaces the colours `INK`, blue and grey where the reader prefers a dark page.
     """
     margin = {"l": 60, "r": 15, "t": 20, "b": 50}
     return {
         "title": title,
-        "data": drawn,
+        "data": traces,
         "layout": {"height": height, "font": {"color": INK, "size": 13}, "margin": margin, **layout},
     }

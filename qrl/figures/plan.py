@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from qrl.plan import Plan
 
 COLOURS = (BLUE, GREEN)
-SIZES, STUDIES = 16, 200  # points of a curve, and simulated studies behind each
+POINTS = 16  # of a curve
+STUDIES = 200  # simulated for each point
 
 
 def chances(plan: Plan, path: str | Path) -> None:
@@ -24,14 +25,14 @@ def chances(plan: Plan, path: str | Path) -> None:
     rows = [plan.rows[0]]
     if len(plan.rows) > 1:
         rows.append(enough(plan) or plan.rows[-1])
-    sizes = np.unique(np.geomspace(20, widest(plan.rows), SIZES).astype(int))
+    sizes = np.unique(np.geomspace(20, widest(plan.rows), POINTS).astype(int))
     for row, colour in zip(rows, COLOURS, strict=False):
-        of_sizes = [plan.chances(int(n), row.seeds, studies=STUDIES) for n in sizes]
-        shown = [of_size.shown for of_size in of_sizes]
-        decided = [of_size.words[plan.verdict] for of_size in of_sizes]
+        chances_by_size = [plan.chances(int(n), row.seeds, studies=STUDIES) for n in sizes]
+        gain_chances = [chances.shown for chances in chances_by_size]
+        verdict_chances = [chances.words[plan.verdict] for chances in chances_by_size]
         runs = f", {row.seeds} runs" if row.seeds > 1 else ""
-        axes.plot(sizes, shown, color=colour, lw=1.6, ls=(0, (4, 2)), label=f"gain shown{runs}")
-        axes.plot(sizes, decided, color=colour, lw=2.6, label=f"{plan.verdict}{runs}")
+        axes.plot(sizes, gain_chances, color=colour, lw=1.6, ls=(0, (4, 2)), label=f"gain shown{runs}")
+        axes.plot(sizes, verdict_chances, color=colour, lw=2.6, label=f"{plan.verdict}{runs}")
     axes.axhline(plan.power, color=INK, lw=1)
     if plan.n is not None:
         axes.axvline(plan.n, color=GREY, lw=1.4)
@@ -41,10 +42,11 @@ def chances(plan: Plan, path: str | Path) -> None:
     axes.set_xlabel("questions of each training run")
     axes.set_ylabel("probability")
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    a = plan.assumed
+    assumed = plan.assumed
     note = (
-        f"Assumed: base {a.base_accuracy:.2f}, gain {a.gain:.3f}, loss of gain {signed(a.drop).lstrip('+')}, "
-        f"margin {a.expected_margin:.3f}, correlations {a.correlation:.2f} and {a.scheme_correlation:.2f}.\n"
+        f"Assumed: base {assumed.base_accuracy:.2f}, gain {assumed.gain:.3f}, "
+        f"loss of gain {signed(assumed.drop).lstrip('+')}, margin {assumed.expected_margin:.3f}, "
+        f"correlations {assumed.correlation:.2f} and {assumed.scheme_correlation:.2f}.\n"
         f"Horizontal line: the wanted power, {plan.power:.2f}. Each point is from {STUDIES} simulated studies."
     )
     finish(figure, summary(plan).replace("`", ""), note, path)

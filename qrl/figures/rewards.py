@@ -35,66 +35,92 @@ def training(history: pd.DataFrame, path: Path, measure: str = "reward", probes:
     Raises:
         ValueError: the history has no step, or no value of the measure.
     """
-    labels = shown(history, measure)
-    if "step" not in history or measure not in labels:
+    titles = panel_titles(history, measure)
+    if "step" not in history or measure not in titles:
         raise ValueError(f"The history has columns {list(history)}, but needs 'step' and a '{measure}' with values.")
-    probed = probes is not None and len(probes) > 0
-    below = len(labels) - 1 + probed
-    figure, grid = canvas(7.4, 2.2 + 1.5 * below + 1.2, rows=1 + below, heights=[2, *[1] * below])
+    has_probes = probes is not None and len(probes) > 0
+    lower_panels = len(titles) - 1 + has_probes
+    figure, grid = canvas(7.4, 2.2 + 1.5 * lower_panels + 1.2, rows=1 + lower_panels, heights=[2, *[1] * lower_panels])
     panels = list(np.atleast_1d(grid))
-    last = panels[-1]
     for axes in panels[:-1]:
         axes.tick_params(labelbottom=False)
-    if probed:
-        axes, reach = panels.pop(1), [probes["accuracy"] - probes["low"], probes["high"] - probes["accuracy"]]
-        axes.errorbar(probes["step"], probes["accuracy"], yerr=reach, fmt="o-", color=RED, lw=1.6, ms=4, capsize=3)
-        _label(axes, f"held-out accuracy (n = {probes['n'].iloc[0]:,} probe questions; bars: 95 %)")
-    for axes, column, colour in zip(panels, labels, (BLUE, SKY, PURPLE, GREEN, ORANGE), strict=False):
-        part, smooth = smoothed(history, column)
-        axes.plot(part["step"], part[column], "o-" if len(part) <= 40 else "-", color=colour, lw=1, ms=3.5, alpha=0.4)
-        axes.plot(part["step"], smooth, color=colour, lw=2.4)
-        _label(axes, labels[column])
-    last.set_xlabel("optimizer step")
-    last.xaxis.get_major_locator().set_params(integer=True)
+    panels[-1].set_xlabel("optimizer step")
+    panels[-1].xaxis.get_major_locator().set_params(integer=True)
+
+    curve_panels = panels
+    if has_probes:  # between the reward and the health of the run
+        _draw_probes(panels[1], probes)
+        curve_panels = [panels[0], *panels[2:]]
+    for axes, column, colour in zip(curve_panels, titles, (BLUE, SKY, PURPLE, GREEN, ORANGE), strict=False):
+        _draw_curve(axes, history, column, colour)
+        _set_title(axes, titles[column])
+
+    note = OF_STEPS
     window = _window(history, measure)
-    note = f"Faint: each logged step; bold: running mean over {window} steps. " if window > 1 else ""
-    note += OF_STEPS
-    finish(figure, reward_found(history, measure), note, path)
+    if window > 1:
+        note = f"Faint: each logged step; bold: running mean over {window} steps. {note}"
+    finish(figure, reward_finding(history, measure), note, path)
 
 
-def shown(history: pd.DataFrame, measure: str) -> dict[str, str]:
+def _draw_curve(axes, history: pd.DataFrame, column: str, colour: str) -> None:
+    logged, running_mean = smoothed(history, column)
+    marker = "o-" if len(logged) <= 40 else "-"
+    axes.plot(logged["step"], logged[column], marker, color=colour, lw=1, ms=3.5, alpha=0.4)
+    axes.plot(logged["step"], running_mean, color=colour, lw=2.4)
+
+
+def _draw_probes(axes, probes: pd.DataFrame) -> None:
+    reach = [probes["accuracy"] - probes["low"], probes["high"] - probes["accuracy"]]
+    axes.errorbar(probes["step"], probes["accuracy"], yerr=reach, fmt="o-", color=RED, lw=1.6, ms=4, capsize=3)
+    _set_title(axes, f"held-out accuracy (n = {probes['n'].iloc[0]:,} probe questions; bars: 95 %)")
+
+
+def panel_titles(history: pd.DataFrame, measure: str) -> dict[str, str]:
     """Return the columns that have values, and the titles of their panels."""
-    labels = {measure: MEASURES[measure][1]} | HEALTH
-    return {column: label for column, label in labels.items() if column in history and history[column].notna().any()}
+    titles = {measure: MEASURES[measure][1]} | HEALTH
+    return {column: title for column, title in titles.items() if column in history and history[column].notna().any()}
 
 
 def smoothed(history: pd.DataFrame, column: str) -> tuple[pd.DataFrame, pd.Series]:
     """Return the steps that have a value, and its running mean over a tenth of the run."""
-    part = history[["step", column]].dropna()
-    return part, part[column].rolling(_window(history, column), center=True, min_periods=1).mean()
+    logged = history[["step", column]].dropna()
+    return logged, logged[column].rolling(_window(history, column), center=True, min_periods=1).mean()
 
 
 def _window(history: pd.DataFrame, column: str) -> int:
+    """Return the steps of a running mean: an odd number, about a tenth of those with a value."""
     return 2 * (int(history[column].notna().sum()) // 20) + 1
 
 
-def _label(axes, label: str) -> None:
-    axes.set_title(label, loc="left", size=10, color=INK, pad=4)
+def _set_title(axes, title: str) -> None:
+    axes.set_title(title, loc="left", size=10, color=INK, pad=4)
     axes.margins(x=0.02, y=0.15)
 
 
-def reward_found(history: pd.DataFrame, measure: str = "reward") -> str:
+def reward_finding(history: pd.DataFrame, measure: str = "reward") -> str:
     """Return the change from the first to the second half of the run, with Welch's 95 % interval over steps."""
     curve = history.dropna(subset=[measure]).sort_values("step")[measure].to_numpy(dtype=float)
-    what = MEASURES[measure][0]
+    name = MEASURES[measure][0]
     steps = int(history["step"].max())
-    first, second = curve[: len(curve) // 2], curve[len(curve) - len(curve) // 2 :]
-    if len(first) < 3:
-        return f"{what} over {steps} steps: too few for an interval"
-    parts = [half.var(ddof=1) / len(half) for half in (first, second)]
-    change, stderr = second.mean() - first.mean(), sum(parts) ** 0.5
-    df = stderr**4 / sum(part**2 / (len(first) - 1) for part in parts) if stderr else len(first) - 1
-    reach = quantile((1 + LEVEL) / 2, df) * stderr
-    verb = "rises" if change - reach > 0 else "falls" if change + reach < 0 else "does not change significantly"
+    n = len(curve) // 2  # of each half; of an odd number of steps, the middle one is in neither
+    if n < 3:
+        return f"{name} over {steps} steps: too few for an interval"
+
+    first = curve[:n]
+    second = curve[len(curve) - n :]
+    change = second.mean() - first.mean()
+    variances = [first.var(ddof=1) / n, second.var(ddof=1) / n]
+    stderr = sum(variances) ** 0.5
+    degrees_of_freedom = n - 1
+    if stderr:
+        degrees_of_freedom = stderr**4 / sum(variance**2 / (n - 1) for variance in variances)
+    reach = quantile((1 + LEVEL) / 2, degrees_of_freedom) * stderr
+
+    if change - reach > 0:
+        verb = "rises"
+    elif change + reach < 0:
+        verb = "falls"
+    else:
+        verb = "does not change significantly"
     interval = f"{signed(change)} [{signed(change - reach)}, {signed(change + reach)}]"
-    return f"{what} {verb}: {interval} from the first half of {steps} steps to the second"
+    return f"{name} {verb}: {interval} from the first half of {steps} steps to the second"

@@ -12,7 +12,7 @@ from qrl.figures.canvas import BLUE
 from qrl.figures.cards import Gate
 from qrl.figures.forest import forest
 from qrl.figures.heatmaps import movement_note
-from qrl.figures.page import Section, axis, laid, numbers
+from qrl.figures.page import Section, axis, numbers, plotly_figure
 from qrl.names import scheme
 
 HOW_TO_READ = (
@@ -30,7 +30,7 @@ OLDER = (
     "loss is larger than the margin, and reduced did not exist: run compare again for the present verdicts."
 )
 CHANGED = (
-    "Answers that quantization turned wrong or right, beside those at full precision; some of each, "
+    "Answers that quantization turned wrong or right, next to those at full precision; some of each, "
     "all of them are in questions.parquet."
 )
 
@@ -53,7 +53,8 @@ class Study:
 
 def weights_page(weights: pd.DataFrame, stored: pd.DataFrame, behaviour: pd.DataFrame, path: str | Path) -> None:
     """Write what `diagnose` measured as an HTML page of its own; the last two tables may be empty."""
-    head, foot = page.html("weights_head", note=movement_note(weights)), page.html("small", note=interactive.READ)
+    head = page.html("weights_head", note=movement_note(weights))
+    foot = page.html("small", note=interactive.READ)
     page.write("qrl: weights", head, interactive.sections(weights, stored, behaviour), path, foot)
 
 
@@ -62,58 +63,79 @@ def report(study: Study, path: str | Path) -> None:
     table = {scheme(name): entry for name, entry in study.table.items()}  # older tables say fp16
     rows = cards.rows_of(table)
     quantized = [row for row in rows if row.entry.get("gain_survival")]
-    sections = [Section("Verdicts", "", [cards.verdicts(quantized, study.sizes)])]
-    if study.notes:
-        sections.append(Section("What the answers rest on", "", [page.html("notes", items=study.notes)]))
-    cells = [cards.cells_table(table, rows, study.sizes), forest(quantized, table)]
-    sections.append(Section("Cells", "", cells))
-    if on_scales := cards.scales_table(quantized):
-        sections.append(Section(cards.scales_question(quantized), "", [on_scales]))
-    if answers := cards.answers_table(table, rows):
-        sections.append(Section("Answers", "", [answers]))
-    if len(study.changed):
-        sections.append(Section("Changed answers", CHANGED, [cards.changed_answers(study.changed)], folded=True))
-    if study.gates:
-        sections.append(
-            Section("Gates and versions", cards.gates_finding(study.gates), [page.html("gates", decisions=study.gates)])
-        )
-    sections += [Section("Accuracy of every cell", "", [_matrix(table)], folded=True), *_training(study.history)]
+    sections = [
+        *_answer_sections(study, table, rows, quantized),
+        Section("Accuracy of every cell", "", [_accuracies(table)], folded=True),
+        *_training_sections(study.history),
+    ]
+    note = interactive.READ
     if len(study.weights):
-        parts = interactive.sections(study.weights, study.stored, study.behaviour)
-        sections += [part._replace(folded=True) for part in parts]
-    note = f"{movement_note(study.weights)} {interactive.READ}" if len(study.weights) else interactive.READ
-    older = any("headline" not in row.entry for row in quantized)
-    how_to_read = f"{HOW_TO_READ} {OLDER}" if older else HOW_TO_READ
+        weight_sections = interactive.sections(study.weights, study.stored, study.behaviour)
+        sections += [section._replace(folded=True) for section in weight_sections]
+        note = f"{movement_note(study.weights)} {note}"
+
+    is_older = any("headline" not in row.entry for row in quantized)
+    how_to_read = f"{HOW_TO_READ} {OLDER}" if is_older else HOW_TO_READ
     foot = page.html("study_foot", how_to_read=how_to_read, note=note)
     page.write(f"qrl: {cards.headline(table)}", cards.heading(table, study.facts), sections, path, foot)
 
 
-def _matrix(table: Mapping[str, Any]) -> dict:
+def _answer_sections(
+    study: Study, table: Mapping[str, Any], rows: list[cards.Row], quantized: list[cards.Row]
+) -> list[Section]:
+    """Return the parts that answer the question: verdicts, cells, what they cost, and what the gates decided."""
+    sections = [Section("Verdicts", "", [cards.verdicts(quantized, study.sizes)])]
+    if study.notes:
+        sections.append(Section("What the answers rest on", "", [page.html("notes", items=study.notes)]))
+    sections.append(Section("Cells", "", [cards.cells_table(table, rows, study.sizes), forest(quantized, table)]))
+
+    scales_table = cards.scales_table(table, quantized)
+    if scales_table:
+        sections.append(Section(cards.scales_question(quantized), "", [scales_table]))
+    answers_table = cards.answers_table(table, rows)
+    if answers_table:
+        sections.append(Section("Answers", "", [answers_table]))
+    if len(study.changed):
+        sections.append(Section("Changed answers", CHANGED, [cards.changed_answers(study.changed)], folded=True))
+    if study.gates:
+        gates = page.html("gates", decisions=study.gates)
+        sections.append(Section("Gates and versions", cards.gates_finding(study.gates), [gates]))
+    return sections
+
+
+def _accuracies(table: Mapping[str, Any]) -> dict:
+    """Return the accuracy of every cell with its interval."""
     cells = {name: entry["cells"] for name, entry in table.items()}
-    drawn = []
-    for number, variant in enumerate(next(iter(cells.values()))):
-        ends = [(cell[variant]["accuracy"], cell[variant]["low"], cell[variant]["high"]) for cell in cells.values()]
-        drawn.append(interactive.bars(variant, number, list(cells), ends))
-    n = min(cell["n"] for by_variant in cells.values() for cell in by_variant.values())
-    axes = {"xaxis": {"type": "category"}, "yaxis": axis("accuracy"), "scattermode": "group"}
-    return laid(drawn, f"Accuracy with its 95 % interval; n = {n:,} questions per cell", 420, **axes)
+    variants = next(iter(cells.values()))
+    traces = []
+    for number, variant in enumerate(variants):
+        intervals = [
+            (by_variant[variant]["accuracy"], by_variant[variant]["low"], by_variant[variant]["high"])
+            for by_variant in cells.values()
+        ]
+        traces.append(interactive.bars(variant, number, list(cells), intervals))
+    n = min(min(cell["n"] for cell in by_variant.values()) for by_variant in cells.values())
+    title = f"Accuracy with its 95 % interval; n = {n:,} questions per cell"
+    return plotly_figure(traces, title, 420, xaxis={"type": "category"}, yaxis=axis("accuracy"), scattermode="group")
 
 
-def _training(history: pd.DataFrame) -> list[Section]:
-    measure = next((name for name in rewards.MEASURES if name in history and history[name].notna().any()), None)
-    if not measure:
+def _training_sections(history: pd.DataFrame) -> list[Section]:
+    """Return the training's curves; none without a measure that has values."""
+    measures = [name for name in rewards.MEASURES if name in history and history[name].notna().any()]
+    if not measures:
         return []
-    curves = [_curve(history, column, title) for column, title in rewards.shown(history, measure).items()]
-    found = f"{rewards.reward_found(history, measure)}. {rewards.OF_STEPS}"
-    return [Section("Training", found, curves, folded=True)]
+    measure = measures[0]
+    curves = [_curve(history, column, title) for column, title in rewards.panel_titles(history, measure).items()]
+    finding = f"{rewards.reward_finding(history, measure)}. {rewards.OF_STEPS}"
+    return [Section("Training", finding, curves, folded=True)]
 
 
 def _curve(history: pd.DataFrame, column: str, title: str) -> dict:
     """Return one measure of the training, each logged step and its running mean."""
-    part, smooth = rewards.smoothed(history, column)
-    look = {"type": "scatter", "x": numbers(part["step"]), "showlegend": False}
-    drawn = [
-        look | {"y": numbers(part[column]), "mode": "markers", "marker": {"color": BLUE, "opacity": 0.4}},
-        look | {"y": numbers(smooth), "mode": "lines", "line": {"color": BLUE, "width": 3}},
+    logged, running_mean = rewards.smoothed(history, column)
+    style = {"type": "scatter", "x": numbers(logged["step"]), "showlegend": False}
+    traces = [
+        style | {"y": numbers(logged[column]), "mode": "markers", "marker": {"color": BLUE, "opacity": 0.4}},
+        style | {"y": numbers(running_mean), "mode": "lines", "line": {"color": BLUE, "width": 3}},
     ]
-    return laid(drawn, title, 260, xaxis=axis("optimizer step"))
+    return plotly_figure(traces, title, 260, xaxis=axis("optimizer step"))

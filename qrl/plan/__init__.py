@@ -101,40 +101,45 @@ def make(
         limits = f"from {LEAST_QUESTIONS} to {MOST_QUESTIONS:,}"
         raise BadInput(f"'n' is {n}, but must be {limits}: questions of each training run.")
     check_range("power", power, 0.5, 0.999, "the probability that the study shows a true effect")
-    left = 1 - assumed.base_accuracy
-    if effect is not None and not 0 < effect <= left:
-        room = f"at most {left:.3g}, what the base leaves to gain"
-        raise BadInput(f"'effect' is {effect:g}, but must be above 0 and {room}.")
+    largest_gain = 1 - assumed.base_accuracy
+    if effect is not None and not 0 < effect <= largest_gain:
+        limit = f"at most {largest_gain:.3g}, what the base leaves to gain"
+        raise BadInput(f"'effect' is {effect:g}, but must be above 0 and {limit}.")
     if seeds is not None and not 1 <= seeds <= 1000:
         raise BadInput(f"'seeds' is {seeds}, but must be from 1 to 1000: training runs.")
-    spread = assumed.between_gain > 0 or assumed.between_survival > 0
-    if seeds == 1 and spread:
+    do_runs_differ = assumed.between_gain > 0 or assumed.between_survival > 0
+    if seeds == 1 and do_runs_differ:
         problem = "One training run cannot measure the spread between runs"
         raise BadInput(f"{problem}, so --between-seed-sd needs --seeds of 2 or more: omit one of the two.")
-    plan = Plan(assumed, power, n, effect, assumed.expected_verdict, assumed.boundary, ())
+
+    seed_counts: tuple[int, ...] = (1,)
     if seeds:
-        counts: tuple[int, ...] = (seeds,)
-    else:
-        counts = SEEDS if spread else (1,)
-    return replace(plan, rows=tuple(_row(plan, count) for count in counts))
+        seed_counts = (seeds,)
+    elif do_runs_differ:
+        seed_counts = SEEDS
+    plan = Plan(assumed, power, n, effect, assumed.expected_verdict, assumed.boundary, ())
+    return replace(plan, rows=tuple(_row(plan, count) for count in seed_counts))
 
 
 def _row(plan: Plan, seeds: int) -> Row:
+    """Return the row of a number of training runs, for whichever of n and effect is given."""
     if plan.n is not None:
         return _row_of_n(plan, seeds, plan.n)
     if plan.effect is not None:
         return _row_of_effect(plan, seeds, plan.effect)
-    assumed, power = plan.assumed, plan.power
+    assumed = plan.assumed
     gives_verdict = by_simulation.gives(plan.verdict, assumed.margin)
     return Row(
         seeds,
-        n_gain=by_simulation.questions(assumed, seeds, by_simulation.shows_gain, power),
-        n_verdict=by_simulation.questions(assumed, seeds, gives_verdict, power),
+        n_gain=by_simulation.questions(assumed, seeds, by_simulation.shows_gain, plan.power),
+        n_verdict=by_simulation.questions(assumed, seeds, gives_verdict, plan.power),
     )
 
 
 def _row_of_n(plan: Plan, seeds: int, n: int) -> Row:
-    assumed, power = plan.assumed, plan.power
+    """Return what n questions show."""
+    assumed = plan.assumed
+    power = plan.power
     chances = by_simulation.chances(assumed, n, seeds)
     half_gain, half_survival = by_simulation.half_widths(assumed, n, seeds)
 
@@ -144,7 +149,8 @@ def _row_of_n(plan: Plan, seeds: int, n: int) -> Row:
     def shows_loss(loss: float) -> bool:
         return by_simulation.is_shown_often(replace(assumed, drop=loss), n, seeds, by_simulation.shows_loss, power)
 
-    to_lose = float(assumed.rates()[TRAINED_Q]) + assumed.drop
+    # Quantization can cost the trained model at most all of its accuracy.
+    largest_loss = float(assumed.rates()[TRAINED_Q]) + assumed.drop
     return Row(
         seeds,
         n,
@@ -154,21 +160,22 @@ def _row_of_n(plan: Plan, seeds: int, n: int) -> Row:
         half_gain=half_gain,
         half_survival=half_survival,
         least_gain=first_of(_possible_gains(assumed), shows_gain),
-        least_change=first_of(_possible_losses(assumed, to_lose), shows_loss),
+        least_change=first_of(_possible_losses(assumed, largest_loss), shows_loss),
         largest_drop=_largest_drop(assumed, n, seeds, power),
     )
 
 
 def _row_of_effect(plan: Plan, seeds: int, effect: float) -> Row:
-    assumed, power = plan.assumed, plan.power
-    with_gain = _with_gain(assumed, effect)
-    with_loss = replace(assumed, drop=effect)
-    n_survival = None
-    if with_loss.is_possible():
-        n_survival = by_simulation.questions(with_loss, seeds, by_simulation.shows_loss, power)
+    """Return how many questions show an effect."""
+    with_gain = _with_gain(plan.assumed, effect)
     n_gain = None
     if with_gain.is_possible():
-        n_gain = by_simulation.questions(with_gain, seeds, by_simulation.shows_gain, power)
+        n_gain = by_simulation.questions(with_gain, seeds, by_simulation.shows_gain, plan.power)
+
+    with_loss = replace(plan.assumed, drop=effect)
+    n_survival = None
+    if with_loss.is_possible():
+        n_survival = by_simulation.questions(with_loss, seeds, by_simulation.shows_loss, plan.power)
     return Row(seeds, n_effect_gain=n_gain, n_effect_survival=n_survival)
 
 
@@ -197,7 +204,7 @@ def _possible_gains(assumed: Assumptions) -> list[float]:
     return [gain for gain in gains if assumed.pilot is None or _with_gain(assumed, gain).is_possible()]
 
 
-def _possible_losses(assumed: Assumptions, most: float) -> list[float]:
-    """Return the losses up to `most` that are tried: those that questions can have."""
-    losses = two_digits(SMALLEST, most)
+def _possible_losses(assumed: Assumptions, largest: float) -> list[float]:
+    """Return the losses up to `largest` that are tried: those that questions can have."""
+    losses = two_digits(SMALLEST, largest)
     return [loss for loss in losses if assumed.pilot is None or replace(assumed, drop=loss).is_possible()]

@@ -16,7 +16,11 @@ from qrl.stats.verdict import default_margin
 
 # Defaults. Accuracy and gain are study 000's (68 of 100, and about its gain); the correlations are conservative
 # compared with those of qrl-tiny's seed 0, 0.23 and 0.92.
-BASE_ACCURACY, GAIN, DROP, CORRELATION, SCHEME_CORRELATION = 0.68, 0.05, 0.0, 0.2, 0.7
+BASE_ACCURACY = 0.68
+GAIN = 0.05
+DROP = 0.0
+CORRELATION = 0.2
+SCHEME_CORRELATION = 0.7
 CELLS = {BASE: "base", TRAINED: "trained", BASE_Q: "base and quantized", TRAINED_Q: "trained and quantized"}
 Pairs = tuple[tuple[int, int], tuple[int, int]]
 BY_TRAINING: Pairs = ((BASE, TRAINED), (BASE_Q, TRAINED_Q))
@@ -24,8 +28,10 @@ BY_SCHEME: Pairs = ((TRAINED, TRAINED_Q), (BASE, BASE_Q))
 BY_BOTH: Pairs = ((BASE, TRAINED_Q), (BASE_Q, TRAINED))
 # If no questions have all accuracies and correlations, accuracies stay, and correlations between cells that differ in
 # both give way first.
-SLACK_RATE, SLACK_CORRELATION, SLACK_BOTH = 1e-12, 1e-9, 1e-6
-TOLERANCE = 0.005  # of a correlation that was asked for
+SLACK_RATE = 1e-12
+SLACK_CORRELATION = 1e-9
+SLACK_BOTH = 1e-6
+TOLERANCE = 0.005  # of a correlation that the user set
 POSSIBLE = 1e-4  # tolerance of an accuracy
 
 
@@ -79,21 +85,25 @@ class Assumptions:
             check_range("margin", self.margin, 0, 1, "the loss of gain that still counts as survival", closed=False)
         for name, value in (("between-seed-sd", self.between_survival), ("between-seed-sd-gain", self.between_gain)):
             check_range(name, value, 0, 0.5, "the standard deviation of accuracies over training runs")
-        asked_training, asked_scheme = self._asked_correlations()
-        self._check_correlation("correlation", asked_training, BY_TRAINING)
-        self._check_correlation("scheme-correlation", asked_scheme, BY_SCHEME)
+        set_training, set_scheme = self._set_correlations()
+        self._check_correlation("correlation", set_training, BY_TRAINING)
+        self._check_correlation("scheme-correlation", set_scheme, BY_SCHEME)
         if not self.is_possible():
             raise BadInput(
                 "The pilot has too few kinds of answers for this base-accuracy, gain or drop: no weighting of its "
                 "questions has them. Plan without a pilot, or with numbers that are nearer to its own."
             )
+
+        # The nearest possible questions may miss a correlation that the user set: then no study has these numbers.
         patterns = self.patterns()
-        of_training = _first_correlation(patterns, BY_TRAINING)
-        of_scheme = _first_correlation(patterns, BY_SCHEME)
-        _check_found("correlation", asked_training, of_training)
-        _check_found("scheme-correlation", asked_scheme, of_scheme)
+        training_correlation = _first_correlation(patterns, BY_TRAINING)
+        scheme_correlation = _first_correlation(patterns, BY_SCHEME)
+        _check_reached("correlation", set_training, training_correlation)
+        _check_reached("scheme-correlation", set_scheme, scheme_correlation)
         return replace(
-            self, correlation=_filled(asked_training, of_training), scheme_correlation=_filled(asked_scheme, of_scheme)
+            self,
+            correlation=_filled(set_training, training_correlation),
+            scheme_correlation=_filled(set_scheme, scheme_correlation),
         )
 
     @property
@@ -104,35 +114,42 @@ class Assumptions:
     @property
     def expected_verdict(self) -> Literal["survives", "reduced", "lost"]:
         """The verdict that a large enough study gives."""
-        loss = self.drop - 1e-9
-        if loss > self.gain / 2:
+        rounding = 1e-9  # a loss that equals one of the limits, up to rounding, is `reduced`
+        if self.drop - rounding > self.gain / 2:
             return "lost"
-        return "survives" if loss + 2e-9 < self.expected_margin else "reduced"
+        if self.drop + rounding < self.expected_margin:
+            return "survives"
+        return "reduced"
 
     @property
     def boundary(self) -> str | None:
         """The limit between two verdicts that the expected loss equals; None if it equals none."""
         if abs(self.drop - self.gain / 2) < 1e-9:
             return "half of the gain"
-        return "the margin" if abs(self.drop - self.expected_margin) < 1e-9 else None
+        if abs(self.drop - self.expected_margin) < 1e-9:
+            return "the margin"
+        return None
 
     def rates(self) -> np.ndarray:
         """Return the accuracies of base and trained at full precision, then of both under the scheme."""
-        base, trained, base_q = self.base_accuracy, self.base_accuracy + self.gain, self.base_accuracy
+        base = self.base_accuracy
+        trained = base + self.gain
+        base_q = base
         if self.pilot is not None:
-            of_pilot = _rates(self.pilot)
-            base_q += of_pilot[BASE_Q] - of_pilot[BASE]
-        return np.array([base, trained, base_q, base_q + self.gain - self.drop])
+            pilot_rates = _rates(self.pilot)
+            base_q += pilot_rates[BASE_Q] - pilot_rates[BASE]
+        trained_q = base_q + self.gain - self.drop
+        return np.array([base, trained, base_q, trained_q])
 
     def patterns(self) -> Patterns:
         """Return how often a question has each combination of outcomes, as near to these assumptions as can be."""
         rates = np.clip(self.rates(), 0, 1)
         moments = [Moment((cell,), rate, SLACK_RATE) for cell, rate in enumerate(rates)]
-        correlations = self._correlations()
+        by_training, by_scheme, by_both = self._correlations()
         for pairs, value, slack in (
-            (BY_TRAINING, correlations[0], SLACK_CORRELATION),
-            (BY_SCHEME, correlations[1], SLACK_CORRELATION),
-            (BY_BOTH, correlations[2], SLACK_BOTH),
+            (BY_TRAINING, by_training, SLACK_CORRELATION),
+            (BY_SCHEME, by_scheme, SLACK_CORRELATION),
+            (BY_BOTH, by_both, SLACK_BOTH),
         ):
             if value is not None:
                 moments += [_correlated(pair, value, rates, slack) for pair in pairs]
@@ -140,20 +157,20 @@ class Assumptions:
 
     def _correlations(self) -> tuple[float | None, float | None, float | None]:
         """Return the correlations by training, by scheme and by both; None for those that a pilot's patterns have."""
-        of_training, of_scheme = self._asked_correlations()
+        by_training, by_scheme = self._set_correlations()
         if self.pilot is not None:
-            return of_training, of_scheme, None
-        of_training = CORRELATION if of_training is None else of_training
-        of_scheme = SCHEME_CORRELATION if of_scheme is None else of_scheme
-        return of_training, of_scheme, of_training * of_scheme
+            return by_training, by_scheme, None
+        by_training = CORRELATION if by_training is None else by_training
+        by_scheme = SCHEME_CORRELATION if by_scheme is None else by_scheme
+        return by_training, by_scheme, by_training * by_scheme
 
-    def _asked_correlations(self) -> tuple[float | None, float | None]:
-        """Return the correlations by training and by scheme; None for one that nobody asked for, or the pilot's own."""
+    def _set_correlations(self) -> tuple[float | None, float | None]:
+        """Return the correlations by training and by scheme; None for one that is not set, or is the pilot's own."""
         if self.pilot is None:
             return self.correlation, self.scheme_correlation
         return (
-            _unlike(self.correlation, _first_correlation(self.pilot, BY_TRAINING)),
-            _unlike(self.scheme_correlation, _first_correlation(self.pilot, BY_SCHEME)),
+            _unless_equal(self.correlation, _first_correlation(self.pilot, BY_TRAINING)),
+            _unless_equal(self.scheme_correlation, _first_correlation(self.pilot, BY_SCHEME)),
         )
 
     def is_possible(self) -> bool:
@@ -161,13 +178,13 @@ class Assumptions:
         return bool(np.abs(_rates(self.patterns()) - self.rates()).max() < POSSIBLE)
 
     def _check_correlation(self, name: str, value: float | None, pairs: Pairs) -> None:
-        """Raise BadInput if a correlation that was asked for is out of range, or larger than accuracies allow."""
+        """Raise BadInput if a correlation that the user set is out of range, or larger than accuracies allow."""
         if value is None:
             return
         rates = self.rates()
-        largest = max(largest_correlation(rates[one], rates[other]) for one, other in pairs)
-        why = f"outcomes with these accuracies cannot be correlated by more than {largest:.3f}"
-        check_range(name, value, 0, min(1, largest), why)
+        largest = max(largest_correlation(rates[a], rates[b]) for a, b in pairs)
+        reason = f"outcomes with these accuracies cannot be correlated by more than {largest:.3f}"
+        check_range(name, value, 0, min(1, largest), reason)
 
 
 def _rates(patterns: Patterns) -> np.ndarray:
@@ -182,31 +199,35 @@ def _first_correlation(patterns: Patterns, pairs: Pairs) -> float | None:
 
 def _correlated(cells: tuple[int, int], value: float, rates: np.ndarray, slack: float) -> Moment:
     """Return how often both cells are right at this correlation, or at the largest one that they can have."""
-    one, other = rates[list(cells)]
-    spread = math.sqrt(max(0.0, one * (1 - one) * other * (1 - other)))
-    both = one * other + value * spread
-    return Moment(cells, min(both, one, other), slack)
+    rate_a, rate_b = rates[list(cells)]
+    deviations = math.sqrt(max(0.0, rate_a * (1 - rate_a) * rate_b * (1 - rate_b)))
+    both_right = rate_a * rate_b + value * deviations
+    return Moment(cells, min(both_right, rate_a, rate_b), slack)
 
 
-def _unlike(value: float | None, own: float | None) -> float | None:
-    """Return a correlation that was asked for; None if it is the pilot's own."""
-    if value is None or own is None or abs(value - own) < 1e-9:
+def _unless_equal(value: float | None, of_pilot: float | None) -> float | None:
+    """Return a correlation that the user set; None if it is the pilot's own, which its patterns have already."""
+    if value is None or of_pilot is None or abs(value - of_pilot) < 1e-9:
         return None
     return value
 
 
-def _check_found(name: str, wanted: float | None, found: float | None) -> None:
-    """Raise BadInput if no questions have the correlation that was asked for."""
-    if wanted is not None and found is not None and abs(wanted - found) > TOLERANCE:
+def _check_reached(name: str, required: float | None, nearest_possible: float | None) -> None:
+    """Raise BadInput if no questions have the correlation that the user set."""
+    if required is None or nearest_possible is None:
+        return
+    if abs(required - nearest_possible) > TOLERANCE:
         raise BadInput(
-            f"'{name}' is {wanted:g}, but no questions have these accuracies and correlations: {found:.3f} is the "
-            f"nearest. Use that, or change the other correlation."
+            f"'{name}' is {required:g}, but no questions have these accuracies and correlations: "
+            f"{nearest_possible:.3f} is the nearest. Use that, or change the other correlation."
         )
 
 
-def _filled(wanted: float | None, found: float | None) -> float:
-    """Return the correlation that was asked for, or else the one that was found; 0 if a cell never varies."""
-    return wanted if wanted is not None else (found or 0.0)
+def _filled(required: float | None, of_patterns: float | None) -> float:
+    """Return the correlation that the user set, or else that of the patterns; 0 if a cell never varies."""
+    if required is not None:
+        return required
+    return of_patterns or 0.0
 
 
 def largest_correlation(a: float, b: float) -> float:
@@ -242,9 +263,13 @@ def of_pilot(base_fp: ArrayLike, trained_fp: ArrayLike, base_q: ArrayLike, train
     }
 
 
-def check_range(name: str, value: float, low: float, high: float, why: str, *, closed: bool = True) -> None:
+def check_range(name: str, value: float, low: float, high: float, reason: str, *, closed: bool = True) -> None:
     """Raise BadInput if a number is out of range; `closed` includes both ends."""
-    inside = low <= value <= high if closed else low < value < high
-    if not (math.isfinite(value) and inside):
-        span = f"from {low:g} to {high:.3g}" if closed else f"between {low:g} and {high:.3g}"
-        raise BadInput(f"'{name}' is {value:g}, but must be {span}: {why}.")
+    if closed:
+        is_inside = low <= value <= high
+        limits = f"from {low:g} to {high:.3g}"
+    else:
+        is_inside = low < value < high
+        limits = f"between {low:g} and {high:.3g}"
+    if not (math.isfinite(value) and is_inside):
+        raise BadInput(f"'{name}' is {value:g}, but must be {limits}: {reason}.")

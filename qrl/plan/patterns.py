@@ -12,9 +12,8 @@ import numpy as np
 
 from qrl.stats.simulate import Patterns
 
-ALL = Patterns(
-    np.array([[number >> cell & 1 for number in range(16)] for cell in range(4)], dtype=float), np.ones(16) / 16
-)
+# The sixteen combinations of four outcomes, right (1) or wrong (0), each equally often: the bits of 0 to 15.
+ALL = Patterns(np.array([(np.arange(16) >> cell) & 1 for cell in range(4)], dtype=float), np.ones(16) / 16)
 NEWTON_STEPS = 200
 CONVERGED = 1e-14  # half the squared Newton step, in the metric of the curvature
 
@@ -25,7 +24,7 @@ class Moment:
 
     Attributes:
         cells: one for its accuracy, two for how often both are right.
-        value: the wanted mean.
+        value: the required mean.
         slack: how readily it gives way if no questions have all moments; 0 is never.
     """
 
@@ -44,7 +43,7 @@ def nearest(reference: Patterns, moments: list[Moment]) -> Patterns:
         (Altun and Smola, COLT 2006).
     """
     features = np.array([reference.outcomes[list(moment.cells)].prod(axis=0) for moment in moments])
-    wanted = np.array([moment.value for moment in moments])
+    required = np.array([moment.value for moment in moments])
     slack = np.array([moment.slack for moment in moments])
     log_reference = np.log(np.maximum(reference.probabilities, 1e-300))
 
@@ -54,14 +53,14 @@ def nearest(reference: Patterns, moments: list[Moment]) -> Patterns:
         largest = logits.max()
         weights = np.exp(logits - largest)
         total = weights.sum()
-        objective = largest + math.log(total) - float(tilt @ wanted) + 0.5 * float(slack @ tilt**2)
+        objective = largest + math.log(total) - float(tilt @ required) + 0.5 * float(slack @ tilt**2)
         return objective, weights / total
 
     tilt = np.zeros(len(moments))
     objective, probabilities = dual(tilt)
     for _ in range(NEWTON_STEPS):
         means = features @ probabilities
-        gradient = means - wanted + slack * tilt
+        gradient = means - required + slack * tilt
         curvature = (features * probabilities) @ features.T - np.outer(means, means) + np.diag(slack + 1e-13)
         step = np.linalg.solve(curvature, gradient)
         decrement = float(gradient @ step) / 2
@@ -69,20 +68,25 @@ def nearest(reference: Patterns, moments: list[Moment]) -> Patterns:
             break
         size = 1.0  # halved until the objective falls as far as its slope promises (Armijo's rule)
         while size > 1e-10:
-            found, moved = dual(tilt - size * step)
-            if found < objective - 0.1 * size * decrement:
+            next_tilt = tilt - size * step
+            next_objective, next_probabilities = dual(next_tilt)
+            if next_objective < objective - 0.1 * size * decrement:
                 break
             size /= 2
         else:
             break
-        tilt, objective, probabilities = tilt - size * step, found, moved
+        tilt = next_tilt
+        objective = next_objective
+        probabilities = next_probabilities
     return Patterns(reference.outcomes, probabilities)
 
 
-def correlation(patterns: Patterns, one: int, other: int) -> float | None:
+def correlation(patterns: Patterns, a: int, b: int) -> float | None:
     """Return Pearson's correlation of two cells' outcomes; None if one of them never varies."""
     rates = patterns.outcomes @ patterns.probabilities
     centred = patterns.outcomes - rates[:, None]
     covariance = (centred * patterns.probabilities) @ centred.T
-    variance = covariance[one, one] * covariance[other, other]
-    return float(covariance[one, other] / math.sqrt(variance)) if variance > 1e-18 else None
+    variances = covariance[a, a] * covariance[b, b]
+    if variances <= 1e-18:
+        return None
+    return float(covariance[a, b] / math.sqrt(variances))

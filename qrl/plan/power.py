@@ -29,10 +29,13 @@ from qrl.stats.simulate import (
 )
 from qrl.stats.verdict import WORDS, Gains, Word
 
-LEAST_QUESTIONS, MOST_QUESTIONS = 10, 10**7
+LEAST_QUESTIONS = 10
+MOST_QUESTIONS = 10**7
 STUDIES = 600  # drawn where an n is computed
 STUDIES_OF_RUNS = 300  # the same of several training runs, which take longer to judge
-GAIN, SURVIVAL = (-1, 1, 0, 0), (1, -1, -1, 1)  # weights of the cells
+# Weights of the cells: base, trained, and both under the scheme.
+GAIN = (-1, 1, 0, 0)
+SURVIVAL = (1, -1, -1, 1)
 TYPICAL = 200  # studies; the median of their intervals is typical
 
 
@@ -108,20 +111,31 @@ class _OverRuns:
         """Return a weighted sum of cells' accuracies, averaged over runs."""
         values = np.asarray(weights) @ self.outcomes
         n = int(self.counts[0].sum())
-        of_questions = self.counts @ values / n
-        variance = float((self.counts @ values**2 / n - of_questions**2).mean()) / (n - 1)
-        means = of_questions + self.effects @ np.asarray(weights)
-        spread = float(means.var(ddof=1))
-        total = self.counts.sum(axis=0)
-        seen = total > 0
-        pooled = contrast(self.outcomes[:, seen], weights, counts=total[seen])
-        own, shared = (0.0, variance) if len(self.counts) == 1 else (variance, 0.0)
-        if max(spread, variance) < 1e-24:
-            shared = pooled.stderr**2
-        runs = Runs(("",) * len(means), (), spread, own, shared, pooled)
-        questions = int(total.sum())
-        mean = float(means.mean())
-        return Estimate(mean, runs.stderr, 0, 0, questions, len(means) - 1, runs, None, *limits(weights)).bounded()
+        question_means = self.counts @ values / n
+        question_variance = float((self.counts @ values**2 / n - question_means**2).mean()) / (n - 1)
+        run_means = question_means + self.effects @ np.asarray(weights)
+        run_variance = float(run_means.var(ddof=1))
+
+        # All questions as if they were of one run: bounds are exact there, where few answers change.
+        totals = self.counts.sum(axis=0)
+        occurs = totals > 0
+        pooled = contrast(self.outcomes[:, occurs], weights, counts=totals[occurs])
+
+        own_variance = question_variance  # of questions that each run has for itself: it shrinks with more runs
+        shared_variance = 0.0
+        if len(self.counts) == 1:
+            own_variance = 0.0
+            shared_variance = question_variance
+        if max(run_variance, question_variance) < 1e-24:
+            shared_variance = pooled.stderr**2
+
+        labels = ("",) * len(run_means)
+        runs = Runs(labels, (), run_variance, own_variance, shared_variance, pooled)
+        mean = float(run_means.mean())
+        degrees_of_freedom = len(run_means) - 1
+        return Estimate(
+            mean, runs.stderr, 0, 0, int(totals.sum()), degrees_of_freedom, runs, None, *limits(weights)
+        ).bounded()
 
 
 @dataclass(frozen=True)
@@ -146,12 +160,13 @@ def chances(assumed: Assumptions, n: int, seeds: int = 1, *, studies: int | None
         seeds: training runs; 1 is about that run alone, without the spread between runs.
         studies: number of draws; None for twice as many as where an n is computed.
     """
-    planned, rng = Studies(assumed, seeds), np.random.default_rng(0)
+    planned = Studies(assumed, seeds)
+    rng = np.random.default_rng(0)
     studies = studies or 2 * planned.count
-    judged = [Gains(share_of_gain(planned.draw(rng, n)), assumed.margin) for _ in range(studies)]
-    verdicts = Counter(gains.word() for gains in judged)
-    shown = sum(gains.is_shown for gains in judged)
-    return Chances(shown / studies, {word: verdicts[word] / studies for word in WORDS})
+    gains_of_studies = [Gains(share_of_gain(planned.draw(rng, n)), assumed.margin) for _ in range(studies)]
+    verdicts = Counter(gains.word() for gains in gains_of_studies)
+    gains_shown = sum(gains.is_shown for gains in gains_of_studies)
+    return Chances(gains_shown / studies, {word: verdicts[word] / studies for word in WORDS})
 
 
 def questions(assumed: Assumptions, seeds: int, claim: Claim, power: float) -> int | None:
@@ -168,8 +183,10 @@ def is_shown_often(assumed: Assumptions, n: int, seeds: int, claim: Claim, power
 
 def half_widths(assumed: Assumptions, n: int, seeds: int) -> tuple[float, float]:
     """Return the typical half-widths of the 95 % intervals of gain and gain survival: medians over studies."""
-    planned, rng = Studies(assumed, seeds), np.random.default_rng(0)
-    gains, survivals = [], []
+    planned = Studies(assumed, seeds)
+    rng = np.random.default_rng(0)
+    gains = []
+    survivals = []
     for _ in range(TYPICAL):
         of_cells = planned.draw(rng, n)
         gains.append(of_cells(GAIN))

@@ -19,30 +19,38 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 def as_markdown(plan: Plan) -> str:
     """Return the results, then the assumptions."""
-    title, columns = _title(plan), {"seeds": lambda row: str(row.seeds)} | _columns(plan)
-    body = ([show(row) for show in columns.values()] for row in plan.rows)
-    return "\n".join((f"## {title}", "", *table(columns, body), "", summary(plan), "", *_assumed(plan), ""))
+    columns = {"seeds": lambda row: str(row.seeds)} | _columns(plan)
+    body = [[show(row) for show in columns.values()] for row in plan.rows]
+    lines = [f"## {_title(plan)}", "", *table(columns, body), "", summary(plan), "", *_assumptions(plan), ""]
+    return "\n".join(lines)
 
 
 def summary(plan: Plan) -> str:
     """Return the plan in a sentence or two."""
-    row, power = plan.rows[0], f"each with a probability of {plan.power:.2f}"
+    first_row = plan.rows[0]
+    power = f"each with a probability of {plan.power:.2f}"
     if plan.n is not None:
-        return _of_n(plan, row, plan.n) + _at_boundary(plan)
+        return _summary_of_n(plan, first_row, plan.n) + _at_boundary(plan)
+
     if plan.effect is not None:
         effect = _effect(plan.effect)
-        sizes = {f"a gain of {effect}": row.n_effect_gain, f"a change of the gain by {effect}": row.n_effect_survival}
-        shows = ", ".join(f"n = {_n(n)} shows {what}" if n else f"no n shows {what}" for what, n in sizes.items())
-        return f"{_runs(row)}: {shows}, {power}."
-    best = enough(plan)
-    if best is not None:
-        shows = f"n = {_n(best.n_gain)} shows the gain" if best.n_gain else "no n shows the gain"
-        found = f"{_runs(best)}: {shows}, n = {_n(best.n_verdict)} gives `{plan.verdict}`, {power}."
-        return found + _at_boundary(plan)
-    failed = f"No n gives `{plan.verdict}` with a probability of {plan.power:.2f}"
+        gain = _shows(first_row.n_effect_gain, f"a gain of {effect}")
+        change = _shows(first_row.n_effect_survival, f"a change of the gain by {effect}")
+        return f"{_runs(first_row)}: {gain}, {change}, {power}."
+
+    row = enough(plan)
+    if row is not None:
+        gain = _shows(row.n_gain, "the gain")
+        sentence = f"{_runs(row)}: {gain}, n = {_n(row.n_verdict)} gives `{plan.verdict}`, {power}."
+        return sentence + _at_boundary(plan)
+    problem = f"No n gives `{plan.verdict}` with a probability of {plan.power:.2f}"
     if plan.assumed.between_gain or plan.assumed.between_survival:
-        failed += ": the spread between training runs alone is too wide. Plan for more seeds"
-    return f"{failed}.{_at_boundary(plan)}"
+        problem += ": the spread between training runs alone is too wide. Plan for more seeds"
+    return f"{problem}.{_at_boundary(plan)}"
+
+
+def _shows(n: int | None, effect: str) -> str:
+    return f"n = {_n(n)} shows {effect}" if n else f"no n shows {effect}"
 
 
 def _at_boundary(plan: Plan) -> str:
@@ -52,16 +60,16 @@ def _at_boundary(plan: Plan) -> str:
     return f" The expected loss equals {plan.boundary}: no n decides on which side of it the truth is."
 
 
-def _of_n(plan: Plan, row: Row, n: int) -> str:
+def _summary_of_n(plan: Plan, row: Row, n: int) -> str:
     sentence = f"{_runs(row)} on n = {n:,} questions will show the gain with a probability of {row.power_gain:.2f}"
-    others = (f"`{word}` {chance:.2f}" for word, chance in (row.words or {}).items() if word != plan.verdict)
-    sentence += f", and give `{plan.verdict}` with a probability of {row.power_verdict:.2f} ({', '.join(others)})."
+    other_words = (f"`{word}` {chance:.2f}" for word, chance in (row.words or {}).items() if word != plan.verdict)
+    sentence += f", and give `{plan.verdict}` with a probability of {row.power_verdict:.2f} ({', '.join(other_words)})."
     if len(plan.rows) == 1:
         return sentence
-    best = enough(plan)
-    if best is None:
+    sufficient = enough(plan)
+    if sufficient is None:
         return f"{sentence} None of these numbers of runs reaches {plan.power:.2f}."
-    return f"{sentence} {best.seeds} runs are enough for the verdict."
+    return f"{sentence} {sufficient.seeds} runs are enough for the verdict."
 
 
 def enough(plan: Plan) -> Row | None:
@@ -76,14 +84,17 @@ def _runs(row: Row) -> str:
 def _title(plan: Plan) -> str:
     if plan.n is not None:
         return f"What n = {plan.n:,} questions can show"
-    return "Required sample size" if plan.effect is None else f"Required sample size for {_effect(plan.effect)}"
+    if plan.effect is not None:
+        return f"Required sample size for {_effect(plan.effect)}"
+    return "Required sample size"
 
 
 def _columns(plan: Plan) -> dict[str, Callable[[Row], str]]:
     """Return head → cell of a row, for the columns after the seeds."""
     verdict = plan.verdict
     if plan.n is not None:
-        gain, survival = signed(plan.assumed.gain), signed(-plan.assumed.drop)
+        gain = signed(plan.assumed.gain)
+        survival = signed(-plan.assumed.drop)
         return {
             "gain, ± half its 95 % interval": lambda row: f"{gain} ± {row.half_gain:.3f}",
             "probability to show it": lambda row: f"{row.power_gain:.2f}",
@@ -101,23 +112,28 @@ def _columns(plan: Plan) -> dict[str, Callable[[Row], str]]:
     return {"n to show the gain": lambda row: _n(row.n_gain), f"n for `{verdict}`": lambda row: _n(row.n_verdict)}
 
 
-def _assumed(plan: Plan) -> list[str]:
-    a = plan.assumed
-    kind = "a tenth of the gain as the study will estimate it (at least 0.01)" if a.margin is None else "fixed"
+def _assumptions(plan: Plan) -> list[str]:
+    """Return the assumptions in sentences."""
+    assumed = plan.assumed
+    margin = f"{assumed.expected_margin:.3f}, fixed"
+    if assumed.margin is None:
+        margin = f"{assumed.expected_margin:.3f}, a tenth of the gain as the study will estimate it (at least 0.01)"
     lines = [
-        f"Assumed: base {a.base_accuracy:.3f}, gain {a.gain:+.3f}, loss of gain {signed(a.drop).lstrip('+')}; "
-        f"margin {a.expected_margin:.3f}, {kind}; power {plan.power:.2f}.",
-        f"Correlation of a question's outcomes: {_correlation(a.correlation)} before and after training, "
-        f"{_correlation(a.scheme_correlation)} at full precision and quantized.",
+        f"Assumed: base {assumed.base_accuracy:.3f}, gain {assumed.gain:+.3f}, "
+        f"loss of gain {signed(assumed.drop).lstrip('+')}; margin {margin}; power {plan.power:.2f}.",
+        f"Correlation of a question's outcomes: {_correlation(assumed.correlation)} before and after training, "
+        f"{_correlation(assumed.scheme_correlation)} at full precision and quantized.",
         "Probabilities are shares of simulated studies, each judged by the rule of the verdict itself. "
         "An n has two significant digits.",
     ]
     if plan.rows[0].seeds == 1:
         return [*lines, "One training run: the spread between seeds is not included. See --between-seed-sd."]
+
     questions = "all on the same questions, so the error from questions does not shrink with more runs"
-    questions = "each on its own questions" if a.own_questions else questions
-    sds = f"{a.between_gain:.3f} (true gain) and {a.between_survival:.3f} (gain survival)"
-    return [*lines, f"Standard deviation between training runs: {sds}; {questions}."]
+    if assumed.own_questions:
+        questions = "each on its own questions"
+    deviations = f"{assumed.between_gain:.3f} (true gain) and {assumed.between_survival:.3f} (gain survival)"
+    return [*lines, f"Standard deviation between training runs: {deviations}; {questions}."]
 
 
 def _effect(effect: float) -> str:
@@ -140,5 +156,9 @@ def _accuracy(value: float | None) -> str:
 
 def widest(rows: tuple[Row, ...]) -> int:
     """Return the number of questions up to which a figure should reach."""
-    sizes = [(row.n, row.n_gain, row.n_verdict, row.n_effect_gain, row.n_effect_survival) for row in rows]
-    return max([2000, *(4 * n for row in sizes for n in row if n and n < 10**6)])
+    widest_n = 2000
+    for row in rows:
+        for n in (row.n, row.n_gain, row.n_verdict, row.n_effect_gain, row.n_effect_survival):
+            if n and n < 10**6:
+                widest_n = max(widest_n, 4 * n)
+    return widest_n

@@ -1,9 +1,9 @@
 """A step's cells answered in several processes at once, where that is faster than one process with all threads.
 
 Threads that share the small matrices of a small model wait for one another: on two cores of an AMD EPYC two processes
-needed 15 % less CPU time than two threads for the same answers, and less wall time still beside other work; on 2 and on
-16 cores of an idle Xeon they took as long as threads (tests/benchmarks/results/study.md). The processes are forked, so
-they import nothing anew, and have one thread each. They compute alone; the step logs.
+needed 15 % less CPU time than two threads for the same answers, and less wall time on a machine that had other work to
+do; on 2 and on 16 cores of an idle Xeon they took as long as threads (tests/benchmarks/results/study.md). The processes
+are forked, so they import nothing again, and have one thread each. They only compute; the step logs.
 """
 
 import concurrent.futures
@@ -23,14 +23,16 @@ _POLL_S = 0.3  # between two looks at a cell's progress
 
 Progress = Callable[[int], object]  # called with the number of answers since the last call
 Ask = Callable[[Any, Progress], Any]
-_counts: Any = None  # answers finished of each cell, shared by the processes; set in each of them
+_answer_counts: Any = None  # finished answers of each cell, shared by the processes; set in each of them
 
 
-def processes(cells: int, size: int) -> int:
-    """Return how many processes answer cells of a CPU fastest; `size` is in bytes, of the largest cell's weights."""
+def processes(cells: int, largest_bytes: int) -> int:
+    """Return how many processes answer cells fastest on a CPU; `largest_bytes` is the size of the largest weights."""
     import torch
 
-    return min(cells, torch.get_num_threads()) if size <= SMALL else 1
+    if largest_bytes > SMALL:
+        return 1
+    return min(cells, torch.get_num_threads())
 
 
 @contextmanager
@@ -48,20 +50,21 @@ def in_processes(ask: Ask, cells: Sequence, count: int) -> Iterator[Ask]:
     for grader in (pool, limits):  # their threads would not be copied, and a lock that one holds would never open
         grader.close()
     fork = multiprocessing.get_context("fork")
-    counts = fork.Array("q", len(cells))
-    executor = concurrent.futures.ProcessPoolExecutor(count, fork, _begin, (counts,))
+    answer_counts = fork.Array("q", len(cells))
+    executor = concurrent.futures.ProcessPoolExecutor(count, fork, _begin, (answer_counts,))
     try:
-        futures = [executor.submit(_ask_there, ask, number, cell) for number, cell in enumerate(cells)]
+        futures = [executor.submit(_ask_in_process, ask, index, cell) for index, cell in enumerate(cells)]
 
         def wait(cell: Any, progress: Progress) -> Any:
-            number = next(i for i, one in enumerate(cells) if one is cell)
-            done, seen = False, 0
-            while not done:
-                done = bool(concurrent.futures.wait([futures[number]], timeout=_POLL_S).done)
-                progress(counts[number] - seen)
-                seen = counts[number]
+            index = next(i for i, candidate in enumerate(cells) if candidate is cell)
+            reported = 0
+            is_done = False
+            while not is_done:
+                is_done = bool(concurrent.futures.wait([futures[index]], timeout=_POLL_S).done)
+                progress(answer_counts[index] - reported)
+                reported = answer_counts[index]
             try:
-                return futures[number].result()
+                return futures[index].result()
             except BrokenProcessPool:
                 raise QrlError(
                     "A process that answered cells was ended from outside, as the system does where memory is short: "
@@ -75,17 +78,20 @@ def in_processes(ask: Ask, cells: Sequence, count: int) -> Iterator[Ask]:
         executor.shutdown(cancel_futures=True)
 
 
-def _begin(counts: Any) -> None:
+def _begin(answer_counts: Any) -> None:
+    """Prepare a forked process."""
     import torch
 
-    global _counts  # noqa: PLW0603
-    _counts = counts
+    global _answer_counts  # noqa: PLW0603
+    _answer_counts = answer_counts
     signals.die_with_parent()
     torch.set_num_threads(1)  # more could wait forever for threads that a fork does not copy
 
 
-def _ask_there(ask: Ask, number: int, cell: Any) -> Any:
+def _ask_in_process(ask: Ask, index: int, cell: Any) -> Any:
+    """Ask one cell in a forked process."""
+
     def progress(n: int) -> None:
-        _counts[number] += n
+        _answer_counts[index] += n
 
     return ask(cell, progress)

@@ -1,4 +1,8 @@
-"""Benchmark stages, versions or checkpoints side by side: a nested run for each, a table and a figure for all."""
+"""Benchmark stages, versions or checkpoints side by side: a nested run for each, a table and a figure for all.
+
+There are three measurements: all models in this process, in rounds that alternate; a server that runs already, with
+rising numbers of clients; and the requests a second that a server of each model holds.
+"""
 
 import contextlib
 import http.client
@@ -6,7 +10,7 @@ import json
 import os
 import socket
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -33,8 +37,11 @@ from qrl.tracking import contents, runs, store
 from qrl.tracking import models as store_models
 from qrl.workspace import workspace
 
-TABLE, ROWS, FIGURE = "benchmark.md", "benchmark.parquet", "benchmark.png"
-CAPACITY, CAPACITY_FIGURE = "capacity.md", "capacity.png"
+TABLE = "benchmark.md"
+ROWS = "benchmark.parquet"
+FIGURE = "benchmark.png"
+CAPACITY = "capacity.md"
+CAPACITY_FIGURE = "capacity.png"
 SERVER_ROWS = "server.json"  # the results of `vllm bench serve`
 _UNANSWERED = (OSError, http.client.HTTPException, ValueError, LookupError, TypeError)
 API_KEY = "QRL_API_KEY"  # of the measured server, the same variable as for `serve`
@@ -55,24 +62,25 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
     """
     process.hush_transformers()
     device = devices.choose(recipe.device)
-    chosen = subjects(recipe, stages, models)
+    measured_subjects = subjects(recipe, stages, models)
     questions = inputs.questions(recipe, "heldout", max(recipe.benchmark.requests, *recipe.benchmark.batches))
     template = prompt.of(recipe)
-    prompts = [
-        [prompt.render(tokens, question.question, template) for question in questions]
-        for tokens in (hf.tokenizer(subject.path) for subject in chosen)
-    ]
-    params = {"device": device, "models": ", ".join(subject.label for subject in chosen)}
+    prompts = []  # of each subject, since tokenizers and chat templates may differ
+    for subject in measured_subjects:
+        tokenizer = hf.tokenizer(subject.path)
+        prompts.append([prompt.render(tokenizer, question.question, template) for question in questions])
+
+    params = {"device": device, "models": ", ".join(subject.label for subject in measured_subjects)}
     with (
         workspace("benchmark") as work,
         runs.step("benchmark", recipe, sections=("benchmark",), params=params, system_metrics=True),
     ):
         if rates:
-            _capacities(recipe, chosen, prompts, device, work)
+            _capacities(recipe, measured_subjects, prompts, device, work)
         elif url:
-            _server(recipe, url, chosen[0], prompts[0], work)
+            _server(recipe, url, measured_subjects[0], prompts[0], work)
         else:
-            _side_by_side(recipe, chosen, prompts, device, work)
+            _side_by_side(recipe, measured_subjects, prompts, device, work)
 
 
 def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[Subject]:
@@ -80,29 +88,40 @@ def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[Sub
     store.prepare()
     if not models:
         return _stages(recipe, stages)
+    # All names are checked before the first model is looked for.
     cells = [(inputs.cell(name), model) for name, model in inputs.pairs(models, "a cell and its model").items()]
     return [Subject(*cell, inputs.stored_as(cell, model).path) for cell, model in cells]
 
 
 def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device: str, work: Path) -> None:
-    settings, engine, dtype = recipe.benchmark, recipe.evaluate.engine, recipe.evaluate.dtype
-    check_kv((subject.scheme for subject in subjects), engine)
-    longest = max(len(ids) for own in prompts for ids in own) + settings.new_tokens
-    memory = recipe.evaluate.gpu_memory_utilization / len(prompts)
-    sizes = {"max_tokens": longest, "sequences": max(settings.batches), "memory": memory}
-    sizes |= {"cache_gib": recipe.evaluate.kv_cache_gib}
+    """Load all models, measure them in rounds that alternate, and log the table."""
+    settings = recipe.benchmark
+    evaluation = recipe.evaluate
+    check_kv((subject.scheme for subject in subjects), evaluation.engine)
+    longest_prompt = max(max(map(len, subject_prompts)) for subject_prompts in prompts)
 
-    def load(subject: Subject) -> bench.Engine:  # as evaluation loads it
-        if engine == hf.NAME:
-            return local.Transformers(subject.path, device, dtype)
-        return local.Vllm(subject.path, device, dtype, kv_fp8=subject.scheme.endswith(names.KV_FP8), **sizes)
+    def open_engine(subject: Subject) -> bench.Engine:  # as evaluation loads it
+        if evaluation.engine == hf.NAME:
+            return local.Transformers(subject.path, device, evaluation.dtype)
+        return local.Vllm(
+            subject.path,
+            device,
+            evaluation.dtype,
+            kv_fp8=subject.scheme.endswith(names.KV_FP8),
+            max_tokens=longest_prompt + settings.new_tokens,
+            sequences=max(settings.batches),
+            memory=evaluation.gpu_memory_utilization / len(subjects),  # all are loaded at once
+            cache_gib=evaluation.kv_cache_gib,
+        )
 
     turns = len(subjects) * settings.rounds * len(settings.batches)
     with tqdm(total=turns, desc="benchmark", unit="turn", leave=False) as bar:
-        frame = bench.run(subjects, prompts, load, settings, bar.update)
+        frame = bench.run(subjects, prompts, open_engine, settings, bar.update)
     frame.to_parquet(work / ROWS)
-    unpacks = "This engine unpacks every scheme's codes: it shows the saving on disk, not a kernel's speed."
-    _log(summary.lines(frame), unpacks if engine == hf.NAME else "", work, ROWS)
+    note = ""
+    if evaluation.engine == hf.NAME:
+        note = "This engine unpacks every scheme's codes: it shows the saving on disk, not a kernel's speed."
+    _log(summary.lines(frame), note, work, ROWS)
 
 
 def _log(lines: list[summary.Line], note: str, work: Path, rows: str, at_once: str = "batch") -> None:
@@ -110,15 +129,16 @@ def _log(lines: list[summary.Line], note: str, work: Path, rows: str, at_once: s
     figures.speeds(lines, work / names.FIGURES / FIGURE, "clients" if at_once == "clients" else "prompts")
     _publish(summary.markdown(lines, note, at_once), work, TABLE, rows, FIGURE)
     contents.log_params({names.ENGINE: lines[0].engine})
-    for cell, by_batch in summary.metrics(lines).items():
-        with _child(*cell):
+    for (variant, scheme), by_batch in summary.metrics(lines).items():
+        with _child(variant, scheme):
             log = contents.live_log()
             for batch, values in by_batch.items():
                 log(values, batch)
 
 
 def _child(variant: str, scheme: str) -> contextlib.AbstractContextManager:
-    params, tags = {"variant": variant, "scheme": scheme}, {names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}
+    params = {"variant": variant, "scheme": scheme}
+    tags = {names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}
     return runs.child(names.cell_name(variant, scheme), params=params, tags=tags)
 
 
@@ -133,10 +153,11 @@ def _publish(table: str, work: Path, name: str, rows: str, figure: str) -> None:
 
 
 def _server(recipe: Recipe, url: str, subject: Subject, prompts: list[list[int]], work: Path) -> None:
-    tokens = hf.tokenizer(subject.path)
+    """Measure a running server with rising numbers of clients, and log the table."""
     url = url.removesuffix("/").removesuffix("/v1")
+    tokenizer = hf.tokenizer(subject.path)
     model = _served_model(url)
-    texts = [tokens.decode(ids, skip_special_tokens=False) for ids in prompts]
+    texts = [tokenizer.decode(token_ids, skip_special_tokens=False) for token_ids in prompts]
     with load.Client(url, model, texts, subject.path, recipe.benchmark, os.environ.get(API_KEY)) as clients:
         results = clients.measure()
     (work / SERVER_ROWS).write_text(json.dumps(results, indent=1), encoding="utf-8")
@@ -146,38 +167,71 @@ def _server(recipe: Recipe, url: str, subject: Subject, prompts: list[list[int]]
 
 def _capacities(recipe: Recipe, subjects: list[Subject], prompts: list, device: str, work: Path) -> None:
     """Serve each model by itself, ask it at rising rates, and log a curve, its limit and the cache of a request."""
-    settings, measured, results = recipe.benchmark, [], {}
-    for subject, own in zip(subjects, prompts, strict=True):
-        fp8 = subject.scheme.endswith(names.KV_FP8)
-        how = {"device": device, "dtype": recipe.evaluate.dtype, "kv_fp8": fp8, "chat": recipe.chat.template_kwargs}
-        how |= {"cache_gib": recipe.evaluate.kv_cache_gib}
-        model = ServedModel(subject.variant, subject.scheme, subject.path, **how)
-        tokens, by_rate = hf.tokenizer(subject.path), results.setdefault(subject.label, {})
-        texts = [tokens.decode(ids, skip_special_tokens=False) for ids in own]
-        with _serving(model) as url, load.Client(url, model.id, texts, subject.path, settings) as clients:
-            at_rate = partial(_at_rate, clients.measure, by_rate, subject.label)
-            points = capacity.search(at_rate, settings.latency_limit_s)
-            engine = _engine(url)
-        wide = model.dtype == "fp32" or (model.dtype == "auto" and engines.unpacks(engines.VLLM, subject.path, device))
-        kept = "float8_e4m3fn" if fp8 else "float32" if wide else "bfloat16"
-        each = local.token_bytes(AutoConfig.from_pretrained(subject.path), kept)
-        size = each * (sum(map(len, own)) / len(own) + settings.new_tokens)
-        cell = (subject.variant, subject.scheme, engine, settings.latency_limit_s)
-        measured.append(capacity.Capacity(*cell, tuple(points), size))
+    capacities = []
+    results: dict[str, dict[float, list[dict]]] = {}  # model → rate → rounds
+    for subject, subject_prompts in zip(subjects, prompts, strict=True):
+        results[subject.label] = {}
+        capacities.append(_capacity(recipe, subject, subject_prompts, device, results[subject.label]))
+
     (work / SERVER_ROWS).write_text(json.dumps(results, indent=1), encoding="utf-8")
-    figures.capacities(measured, work / names.FIGURES / CAPACITY_FIGURE)
-    _publish(capacity.markdown(measured), work, CAPACITY, SERVER_ROWS, CAPACITY_FIGURE)
-    contents.log_params({names.ENGINE: measured[0].engine})
-    for each in measured:
-        with _child(each.variant, each.scheme):
-            contents.log_scores(capacity.metrics(each))
+    figures.capacities(capacities, work / names.FIGURES / CAPACITY_FIGURE)
+    _publish(capacity.markdown(capacities), work, CAPACITY, SERVER_ROWS, CAPACITY_FIGURE)
+    contents.log_params({names.ENGINE: capacities[0].engine})
+    for measured in capacities:
+        with _child(measured.variant, measured.scheme):
+            contents.log_scores(capacity.metrics(measured))
+
+
+def _capacity(
+    recipe: Recipe, subject: Subject, prompts: list[list[int]], device: str, results: dict[float, list[dict]]
+) -> capacity.Capacity:
+    """Serve one model and find the rate that it holds; the rounds at each rate are added to `results`."""
+    settings = recipe.benchmark
+    kv_fp8 = subject.scheme.endswith(names.KV_FP8)
+    model = ServedModel(
+        subject.variant,
+        subject.scheme,
+        subject.path,
+        device=device,
+        dtype=recipe.evaluate.dtype,
+        kv_fp8=kv_fp8,
+        chat=recipe.chat.template_kwargs,
+        cache_gib=recipe.evaluate.kv_cache_gib,
+    )
+    tokenizer = hf.tokenizer(subject.path)
+    texts = [tokenizer.decode(token_ids, skip_special_tokens=False) for token_ids in prompts]
+    with _serving(model) as url, load.Client(url, model.id, texts, subject.path, settings) as clients:
+        measure = partial(_at_rate, clients.measure, results, subject.label)
+        points = capacity.search(measure, settings.latency_limit_s)
+        engine = _engine(url)
+
+    token_bytes = local.token_bytes(AutoConfig.from_pretrained(subject.path), _cache_dtype(model, kv_fp8))
+    mean_prompt_tokens = sum(map(len, prompts)) / len(prompts)
+    return capacity.Capacity(
+        subject.variant,
+        subject.scheme,
+        engine,
+        settings.latency_limit_s,
+        tuple(points),
+        request_cache_bytes=token_bytes * (mean_prompt_tokens + settings.new_tokens),
+    )
+
+
+def _cache_dtype(model: ServedModel, kv_fp8: bool) -> str:
+    """Return the dtype of vLLM's key-value cache."""
+    if kv_fp8:
+        return "float8_e4m3fn"
+    computes_in_fp32 = model.dtype == "auto" and engines.unpacks(engines.VLLM, model.path, model.device)
+    if model.dtype == "fp32" or computes_in_fp32:
+        return "float32"
+    return "bfloat16"
 
 
 @contextlib.contextmanager
 def _serving(model: ServedModel) -> Iterator[str]:
     """Serve a model with vLLM on a free port; give its address."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        host, port = free.getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # only to learn a free port
+        host, port = listening.getsockname()
     with Engine(engines.VLLM) as child:
         child.load(model, (host, port))
         server.wait(child, f"loading {model.id}")
@@ -187,6 +241,7 @@ def _serving(model: ServedModel) -> Iterator[str]:
 def _at_rate(
     ask: Callable[..., list[dict]], results: dict[float, list[dict]], label: str, rate: float
 ) -> capacity.Point:
+    """Return the point at one rate, whose rounds are added to `results`."""
     results[rate] = ask(rate=rate)
     point = capacity.point(rate, results[rate])
     p95 = summary.text(point.latency_p95_s, 3)
@@ -213,31 +268,46 @@ def _engine(url: str) -> str:
 
 
 def _get(address: str) -> dict:
-    key = os.environ.get(API_KEY)
-    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {key}"} if key else {})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=10) as answer:
-        return json.load(answer)
+    api_key = os.environ.get(API_KEY)
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    request = urllib.request.Request(address, headers=headers)
+    without_proxy = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with without_proxy.open(request, timeout=10) as response:
+        return json.load(response)
 
 
 def _stages(recipe: Recipe, stages: str | None) -> list[Subject]:
     """Return the versions at stages, verified; by default those that exist, and base's AWQ."""
     name = registry.registered_name(recipe)
-    chosen = [registry.resolve(name, stage.strip()) for stage in stages.split(",")] if stages else []
-    has = registry.known(name)
-    for stage in () if stages else has:
-        with contextlib.suppress(BadInput):  # no version there yet
-            version = registry.resolve(name, stage)
-            if (version.variant, version.scheme) not in {(other.variant, other.scheme) for other in chosen}:
-                chosen.append(version)  # one stage of two that hold the same cell
+    declared_stages = registry.known(name)
+    if stages:
+        chosen = [registry.resolve(name, stage.strip()) for stage in stages.split(",")]
+    else:
+        chosen = _existing(name, declared_stages)
     if not chosen:
-        lacks = f"{name} has no version at any of {', '.join(has)} yet"
-        raise BadInput(f"{lacks}: run a study, or give --models variant:scheme=MODEL.")
+        problem = f"{name} has no version at any of {', '.join(declared_stages)} yet"
+        raise BadInput(f"{problem}: run a study, or give --models variant:scheme=MODEL.")
     by_cell = {(version.variant, version.scheme): version for version in chosen}
     if len(by_cell) < len(chosen):
         raise BadInput(f"Two of {', '.join(map(str, chosen))} are the same cell: give each cell once.")
-    public = signing.trusted(recipe.promote.require_signature)
-    paths = {cell: versions.verify(version, public) for cell, version in by_cell.items()}
+
+    public_keys = signing.trusted(recipe.promote.require_signature)
+    paths = {cell: versions.verify(version, public_keys) for cell, version in by_cell.items()}
+
+    # A study's stages hold the trained model's AWQ; the base's shows whether its speed differs.
     base = next((version for version in chosen if version.stage == "base"), None)
-    if not stages and base and (uri := store_models.child(base.digest, names.BASE, names.AWQ)):
-        paths[names.BASE, names.AWQ] = store_models.local_path(uri)
+    if not stages and base:
+        base_awq = store_models.child(base.digest, names.BASE, names.AWQ)
+        if base_awq:
+            paths[names.BASE, names.AWQ] = store_models.local_path(base_awq)
     return [Subject(*cell, path) for cell, path in paths.items()]
+
+
+def _existing(name: str, stages: Iterable[str]) -> list[versions.Version]:
+    """Return the versions at those stages that have one; of several stages with the same cell, the first."""
+    by_cell: dict[tuple[str, str], versions.Version] = {}
+    for stage in stages:
+        with contextlib.suppress(BadInput):  # no version there yet
+            version = registry.resolve(name, stage)
+            by_cell.setdefault((version.variant, version.scheme), version)
+    return list(by_cell.values())

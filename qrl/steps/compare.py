@@ -1,12 +1,17 @@
-"""Compare cells: from their runs, from a file of outcomes, or from counts."""
+"""Compare cells: from their runs, from a file of outcomes, or from counts.
+
+`compare` and `methods` read runs and log to MLflow; `files` reads anything and writes a folder. They compute with
+`qrl.compare` and write with the same functions, so that a table does not depend on where its outcomes came from.
+MLflow is imported within functions, since it takes a second, and whoever compares files needs no store.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -47,30 +52,37 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
         cells: run ids of the cells' evaluations.
         failing: verdicts, as for `check_verdicts`, which is called last.
     """
-    from qrl.steps import outcome  # imports MLflow, which takes a second
+    from qrl.steps import outcome
     from qrl.tracking import cells as evaluated
     from qrl.tracking import contents, keys, reuse, runs
 
-    rows = evaluated.files(cells)
-    frame = _answers(cells)
-    comparison = from_questions(frame, margin=recipe.compare.margin)  # raises before a run is opened
+    # Everything that can be wrong with the cells is raised here, before a run is opened.
+    row_files = evaluated.files(cells)
+    comparison = from_questions(_answers(cells), margin=recipe.compare.margin)
     key = keys.comparison(recipe, cells)
+
     with (
         workspace(f"compare-{key[:16]}") as work,
         runs.step("compare", recipe, sections=("compare",), tags={names.TAG_CACHE_KEY: key}),
     ):
-        tables.join(rows, work / names.QUESTIONS, {"scheme": names.scheme})
-        found = [*notes_on(comparison), *notes.of_updates(_stored(cells))]
-        text = write(comparison, work, found)
-        if len(changed := comparison.changed_shown()):
-            contents.log_table(changed, Path(names.CHANGED_JSON).stem)  # the folder's file; marks it as a table
+        # The rows of all cells in one file, so that any other statistic can be computed without a GPU.
+        tables.join(row_files, work / names.QUESTIONS, {"scheme": names.scheme})
+        warnings = [*notes_on(comparison), *notes.of_updates(_stored_updates(cells))]
+        text = write(comparison, work, warnings)
+
+        changed_answers = comparison.changed_shown()
+        if len(changed_answers):
+            contents.log_table(changed_answers, Path(names.CHANGED_JSON).stem)  # the folder's file; marks it as a table
         contents.log_folder(work)
         contents.log_scores(comparison.metrics())
-        contents.describe(f"{comparison.markdown()}\n{notes.markdown(found)}")
+        contents.describe(f"{comparison.markdown()}\n{notes.markdown(warnings)}")
+
         if not runs.is_launched():  # a study prints the table at its end
             click.echo(text)
             click.echo(f"Logged to run {runs.active_id()}: {TABLE_FILES}.", err=True)
             outcome.compared(recipe, cells)
+
+        # What a later study finds instead of comparing the same cells again.
         artifacts = sorted(path.name for path in work.iterdir())
         values = {"sentence": comparison.sentence(), "metrics": comparison.metrics()}
         reuse.record_outputs(artifacts=artifacts, values=values)
@@ -79,29 +91,33 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
 
 def notes_on(comparison: Comparison) -> list[str]:
     """Return a warning for each pair of variants that gave the same texts."""
-    shown = {scheme: comparison.shown(scheme) for scheme in comparison.schemes}
-    return notes.of_answers(notes.alike(comparison.answered), shown)
+    scheme_labels = {scheme: comparison.shown(scheme) for scheme in comparison.schemes}
+    return notes.of_answers(notes.alike(comparison.answered), scheme_labels)
 
 
-def _stored(cells: list[str]) -> list[notes.Stored]:
+def _stored_updates(cells: list[str]) -> list[notes.Stored]:
     """Return what the weights of each trained variant keep of their update, by the runs of full-precision cells."""
     from qrl.tracking import cells as evaluated
     from qrl.tracking import lineage
 
-    found = {}
+    kept_by_training = {}
     for run_id in cells:
         with contextlib.suppress(BadInput):  # rows that somebody else logged
             cell = evaluated.read(run_id)
             if cell.variant == names.BASE or cell.scheme != names.FULL or not cell.model:
                 continue
-            if stored := lineage.kept(cell.model):
-                step, kept = stored
-                found[cell.variant, lineage.training_seed(cell.model)] = (kept, f"{step}.store_dtype=fp32")
-    several = len({seed for _, seed in found}) > 1
-    return [
-        notes.Stored(variant, str(seed) if several else "", kept, setting)
-        for (variant, seed), (kept, setting) in found.items()
-    ]
+            stored_update = lineage.kept(cell.model)
+            if stored_update:
+                training = (cell.variant, lineage.training_seed(cell.model))
+                kept_by_training[training] = stored_update
+
+    # A seed is named only where it tells trainings apart.
+    has_several_seeds = len({seed for _, seed in kept_by_training}) > 1
+    stored_updates = []
+    for (variant, seed), (step, kept) in kept_by_training.items():
+        seed_label = str(seed) if has_several_seeds else ""
+        stored_updates.append(notes.Stored(variant, seed_label, kept, f"{step}.store_dtype=fp32"))
+    return stored_updates
 
 
 def _answers(cells: list[str]) -> pd.DataFrame:
@@ -109,7 +125,9 @@ def _answers(cells: list[str]) -> pd.DataFrame:
     from qrl.tracking import cells as evaluated
 
     frame = narrow([({}, path) for path in evaluated.files(cells)])
-    return evaluated.rows(cells) if frame is None else frame
+    if frame is None:
+        return evaluated.rows(cells)
+    return frame
 
 
 def files(
@@ -122,36 +140,55 @@ def files(
     rank: bool,
     out: str,
     failing: Sequence[str],
+    columns: Mapping[str, str] | None = None,
+    where: Mapping[str, str] | None = None,
+    reference: str | None = None,
+    metric: str | None = None,
+    filter: str | None = None,
     missing: str | None = None,
-    **given: Any,
 ) -> None:
     """Write the table of `compare`, or of `methods` to `rank`, for files or cells of the store; log nothing.
 
-    `given` are columns, where and reference, as for `read_questions`, and metric and filter, as for `read_logs`;
-    `failing` as for `check_verdicts`, `missing` as for `from_questions`.
+    Args:
+        recipe: its `compare.margin` decides what counts as survival.
+        questions, logs, counts, cells: the outcomes, in one of four forms.
+        rank: write the table of `methods`.
+        out: a folder.
+        failing: as for `check_verdicts`.
+        columns, where, reference: as for `read_questions`.
+        metric, filter: as for `read_logs`.
+        missing: as for `from_questions`.
     """
-    of_logs = {name: given.pop(name) for name in ("metric", "filter")}
-    if questions:
-        evidence = read_questions(questions, **given, whole=False)
-    elif logs:
-        evidence = read_logs(logs, reference=given["reference"], **of_logs, missing=missing)
-    elif not counts:
-        evidence = _answers(cells)
     margin = recipe.compare.margin
-    comparison = None
-    kept = notes.of_updates(_stored(cells)) if not (questions or logs or counts) else []
-    if rank:
-        text = write_methods(ranking.measure(absent.filled(evidence, missing)), Path(out))
+    warnings: list[str] = []
+    if counts:  # without outcomes by question, so neither ranked nor searched for equal texts
+        comparison = from_counts(read_counts(counts), margin=margin, reference=reference)
+        _finish(comparison, out, notes_on(comparison), failing)
+        return
+
+    if questions:
+        frame = read_questions(questions, columns=columns, where=where, reference=reference, whole=False)
+    elif logs:
+        frame = read_logs(logs, metric=metric, filter=filter, reference=reference, missing=missing)
     else:
-        if counts:
-            comparison = from_counts(read_counts(counts), margin=margin, reference=given["reference"])
-        else:
-            comparison = from_questions(evidence, margin=margin, missing=missing)
-        text = write(comparison, Path(out), [*notes_on(comparison), *kept])
+        frame = _answers(cells)
+        warnings = notes.of_updates(_stored_updates(cells))
+
+    if rank:
+        text = write_methods(ranking.measure(absent.filled(frame, missing)), Path(out))
+        click.echo(text)
+        click.echo(f"Written to {out}: {METHODS_FILES}.", err=True)
+        return
+    comparison = from_questions(frame, margin=margin, missing=missing)
+    _finish(comparison, out, [*notes_on(comparison), *warnings], failing)
+
+
+def _finish(comparison: Comparison, out: str, warnings: Sequence[str], failing: Sequence[str]) -> None:
+    """Write and print a comparison, then check its verdicts."""
+    text = write(comparison, Path(out), warnings)
     click.echo(text)
-    click.echo(f"Written to {out}: {METHODS_FILES if rank else TABLE_FILES}.", err=True)
-    if comparison:
-        check_verdicts(comparison, failing)
+    click.echo(f"Written to {out}: {TABLE_FILES}.", err=True)
+    check_verdicts(comparison, failing)
 
 
 def check_verdicts(comparison: Comparison, failing: Sequence[str]) -> None:
@@ -162,16 +199,19 @@ def check_verdicts(comparison: Comparison, failing: Sequence[str]) -> None:
     """
     if not failing:
         return
-    if not (judged := comparison.judged()):
+    judged = comparison.judged()
+    if not judged:
         raise VerdictFailed("--fail-on reads verdicts, but no scheme is quantized: give the cells of one that is.")
-    failed = []
+
+    failures = []
     for row, verdict, survival in judged:
         if verdict.verdict in failing:
-            kept = f", {percent_interval(verdict.kept)} of the gain is kept" if verdict.kept else ""
-            shown = f"gain survival {interval(survival)}{kept}"
-            failed.append(f"{names.cell_name(row.variant, row.scheme)} is {verdict.verdict} ({shown})")
-    if failed:
-        raise VerdictFailed(f"--fail-on {','.join(failing)}: {'; '.join(failed)}.")
+            numbers = f"gain survival {interval(survival)}"
+            if verdict.kept:
+                numbers += f", {percent_interval(verdict.kept)} of the gain is kept"
+            failures.append(f"{names.cell_name(row.variant, row.scheme)} is {verdict.verdict} ({numbers})")
+    if failures:
+        raise VerdictFailed(f"--fail-on {','.join(failing)}: {'; '.join(failures)}.")
 
 
 def methods(recipe: Recipe, cells: list[str]) -> None:
@@ -181,44 +221,49 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
     from qrl.tracking import contents, runs
 
     measured = ranking.measure(_answers(cells))  # raises before a run is opened
+
     with (
         workspace("compare-methods", shared=True) as work,
         runs.step("compare", recipe, sections=("compare",), run_name="compare methods"),
     ):
         text = write_methods(measured, work)
         tables.join(evaluated.files(cells), work / names.QUESTIONS, {"scheme": names.scheme})
-        if len(changed := measured.changed_shown()):
-            contents.log_table(changed, Path(names.CHANGED_JSON).stem)
+        changed_answers = measured.changed_shown()
+        if len(changed_answers):
+            contents.log_table(changed_answers, Path(names.CHANGED_JSON).stem)
         contents.log_folder(work)
         contents.log_scores(ranking.metrics(measured))
         contents.describe(text)
+
         click.echo(text)
         click.echo(f"Logged to run {runs.active_id()}: {METHODS_FILES}, {names.QUESTIONS}.", err=True)
         outcome.compared(recipe, cells)
 
 
-def write(comparison: Comparison, out: Path, found: Sequence[str] = ()) -> str:
+def write(comparison: Comparison, out: Path, warnings: Sequence[str] = ()) -> str:
     """Write table.md, table.json, notes.json, changed answers, figures; return the first's text.
 
     Args:
         comparison: of all cells.
         out: a folder.
-        found: notes, which follow the tables.
+        warnings: notes, which follow the tables.
 
     Raises:
         BadInput: `out` cannot be written to.
     """
-    text = "\n".join(filter(None, (comparison.markdown(), notes.markdown(found))))
+    text = "\n".join(filter(None, (comparison.markdown(), notes.markdown(warnings))))
     document = json.dumps(comparison.table_json(), indent=2) + "\n"
     documents = {names.TABLE_MD: text, names.TABLE_JSON: document}
-    if found:
-        documents[names.NOTES_JSON] = json.dumps(list(found), indent=1, ensure_ascii=False) + "\n"
-    if comparison.paired:  # as MLflow writes tables
+    if warnings:
+        documents[names.NOTES_JSON] = json.dumps(list(warnings), indent=1, ensure_ascii=False) + "\n"
+    if comparison.paired:
+        # In the form in which MLflow writes tables, so that its UI shows the file as one.
         documents[names.CHANGED_JSON] = comparison.changed_shown().to_json(orient="split", index=False)
-    with written(out, "comparison", documents) as drawn:
-        figures.matrix(comparison, drawn / "matrix.png")
+
+    with written(out, "comparison", documents) as figure_folder:
+        figures.matrix(comparison, figure_folder / "matrix.png")
         if len(comparison.schemes) > 1:
-            figures.survival(comparison, drawn / "survival.png")
+            figures.survival(comparison, figure_folder / "survival.png")
     return text
 
 
@@ -235,10 +280,12 @@ def write_methods(
     title = ranking.findings(measured)[0] if measured.best else "No quantized method"
     changed = measured.changed_shown().to_json(orient="split", index=False)
     documents = {ranking.METHODS_MD: text, ranking.METHODS_JSON: document, names.CHANGED_JSON: changed}
-    with written(out, "methods", documents) as drawn:
-        figures.methods(measured, title, drawn / "methods.png")
-        if any(found.changes.get("tokens") for found in measured.answers.values()):
-            figures.lengths(measured, drawn / "lengths.png")
+
+    with written(out, "methods", documents) as figure_folder:
+        figures.methods(measured, title, figure_folder / "methods.png")
+        has_lengths = any(cell_answers.changes.get("tokens") for cell_answers in measured.answers.values())
+        if has_lengths:
+            figures.lengths(measured, figure_folder / "lengths.png")
     return text
 
 
@@ -247,6 +294,8 @@ def write_sizes(measured: sizes.Sizes, out: Path, failed: Sequence[str], rewards
     text = sizes.markdown(measured, failed, rewards)
     document = json.dumps(sizes.as_json(measured, failed), indent=1) + "\n"
     findings = sizes.findings(measured)
-    with written(out, "sizes", {sizes.SIZES_MD: text, sizes.SIZES_JSON: document}) as drawn:
-        figures.sizes(measured, findings[0].rstrip(".") if findings else "The loss by model size", drawn / "sizes.png")
+    title = findings[0].rstrip(".") if findings else "The loss by model size"
+
+    with written(out, "sizes", {sizes.SIZES_MD: text, sizes.SIZES_JSON: document}) as figure_folder:
+        figures.sizes(measured, title, figure_folder / "sizes.png")
     return text

@@ -1,4 +1,8 @@
-"""Diagnose: what training and quantization did to the weights, layer by layer."""
+"""Diagnose: what training and quantization did to the weights, layer by layer.
+
+Three measurements, a table each: the weights at full precision and how far training moved them; what each scheme stores
+of them and of their update; and how far quantization moves next-token distributions, the only one that runs the models.
+"""
 
 import math
 import tempfile
@@ -35,27 +39,24 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
         quantized: the same models quantized, `base:nf4=MODEL,grpo:nf4=MODEL,…`; None: the round-to-nearest proxy only.
         out: write the tables and figures there and touch no store; None logs them to MLflow.
     """
-    full = {variant: _full(recipe, address) for variant, address in ((names.BASE, base), (names.GRPO, trained))}
-    below = _quantized(recipe, quantized)
+    full = {names.BASE: _full(recipe, base), names.GRPO: _full(recipe, trained)}
+    quantized_paths = _quantized(recipe, quantized)
     if out is not None:
-        with written(Path(out), "diagnosis", {}):  # errors of the inputs are BadInput already
-            tempfile.TemporaryFile(dir=out).close()  # fails before minutes of work, not after them
-            metrics = _measure(recipe, full, below, Path(out))
-        lines = [f"{name:36} {value:.6g}" for name, value in metrics.items()]
-        click.echo("\n".join([*lines, "", *words.glossary(metrics)]))
-        made = {names.WEIGHTS: True, names.STORED: below, names.BEHAVIOUR: recipe.diagnose.behaviour}
-        click.echo(f"Written to {out}: {', '.join(filter(made.get, made))}, {names.FIGURES}/.", err=True)
+        _write_report(recipe, full, quantized_paths, Path(out))
         return
+
     store.prepare()
     digests = {variant: checkpoint.digest(path) for variant, path in full.items()}
-    of_cells = {f"{variant}:{scheme}": path for scheme, paths in below.items() for variant, path in paths.items()}
-    cells = {cell: checkpoint.digest(path) for cell, path in of_cells.items()}
-    key = keys.diagnosis(recipe, digests[names.BASE], digests[names.GRPO], cells)
+    cell_digests = {}
+    for scheme, paths in quantized_paths.items():
+        for variant, path in paths.items():
+            cell_digests[f"{variant}:{scheme}"] = checkpoint.digest(path)
+    key = keys.diagnosis(recipe, digests[names.BASE], digests[names.GRPO], cell_digests)
     with (
         workspace(f"diagnose-{key[:16]}") as work,
         runs.step("diagnose", recipe, sections=("diagnose",), tags={names.TAG_CACHE_KEY: key}),
     ):
-        metrics = _measure(recipe, full, below, work)
+        metrics = _measure(recipe, full, quantized_paths, work)
         contents.log_scores(metrics)
         contents.describe("\n".join(f"- {line}" for line in words.glossary(metrics)))
         contents.log_folder(work)
@@ -63,16 +64,34 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
         outcome.diagnosed(base, trained, quantized)
 
 
+def _write_report(recipe: Recipe, full: dict[str, Path], quantized: Quantized, out: Path) -> None:
+    """Write tables and figures into a folder, and print the metrics with what they mean."""
+    with written(out, "diagnosis", {}):  # errors of the inputs are BadInput already
+        tempfile.TemporaryFile(dir=out).close()  # fails before minutes of work, not after them
+        metrics = _measure(recipe, full, quantized, out)
+
+    lines = [f"{name:36} {value:.6g}" for name, value in metrics.items()]
+    click.echo("\n".join([*lines, "", *words.glossary(metrics)]))
+    tables = [names.WEIGHTS]
+    if quantized:
+        tables.append(names.STORED)
+    if recipe.diagnose.behaviour:
+        tables.append(names.BEHAVIOUR)
+    click.echo(f"Written to {out}: {', '.join(tables)}, {names.FIGURES}/.", err=True)
+
+
 def _check(recipe: Recipe, address: str) -> checkpoint.Checkpoint:
     """Return a checkpoint after its checks; its tokenizer matters only where models read texts."""
-    folder, reads = addresses.folder(address), recipe.diagnose.behaviour > 0
-    checked = checkpoint.check(folder, need_tokenizer=reads, need_chat_template=False)
-    if reads:
+    folder = addresses.folder(address)
+    reads_texts = recipe.diagnose.behaviour > 0
+    checked = checkpoint.check(folder, need_tokenizer=reads_texts, need_chat_template=False)
+    if reads_texts:
         inputs.check_chat(recipe, folder)
     return checked
 
 
 def _full(recipe: Recipe, address: str) -> Path:
+    """Return the folder of a checkpoint in full precision; raise BadInput if it is quantized."""
     checked = _check(recipe, address)
     if checked.quantization:
         raise BadInput(
@@ -85,7 +104,9 @@ def _full(recipe: Recipe, address: str) -> Path:
 def _quantized(recipe: Recipe, text: str | None) -> Quantized:
     """Return the checkpoints of `variant:scheme=model,…`, by scheme."""
     by_scheme: Quantized = {}
-    for cell, address in (inputs.pairs(text, "a cell and its model") if text else {}).items():
+    if not text:
+        return by_scheme
+    for cell, address in inputs.pairs(text, "a cell and its model").items():
         variant, scheme = inputs.cell(cell)
         if variant not in (names.BASE, names.GRPO) or scheme == names.FULL:
             raise BadInput(
@@ -100,36 +121,34 @@ def _quantized(recipe: Recipe, text: str | None) -> Quantized:
 
 def _measure(recipe: Recipe, full: dict[str, Path], quantized: Quantized, out: Path) -> dict[str, float]:
     """Write tables and figures; return metrics, the base's as `weights/…_base`, a scheme's as `weights/…_<scheme>`."""
-    from qrl.diagnose import movement, schemes  # here and below: they load torch, which a reused step does not need
+    from qrl.diagnose import movement  # here and below: they load torch, which a reused step does not need
 
-    movement.check_same(*full.values())
-    frame, metrics = _weights(recipe, full)
-    _write(frame, out / names.WEIGHTS)
-    tables = []
-    for scheme, paths in quantized.items():
-        count = len(stored.names(next(iter(paths.values()))))
-        with tqdm(total=count, desc=scheme, unit="matrix", leave=False) as bar:
-            tables.append(schemes.measure(full, paths, scheme, progress=bar.update))
-        for variant in dict.fromkeys(tables[-1]["variant"]):
-            totals = schemes.totals(tables[-1], variant)
-            metrics |= {f"weights/{name}_{_suffix(scheme, variant)}": value for name, value in totals.items()}
-    of_schemes = pd.concat(tables, ignore_index=True) if tables else pd.DataFrame()
-    if tables:
+    movement.check_same(full[names.BASE], full[names.GRPO])
+    # The only measurement that needs no quantized checkpoint: it rounds the weights itself, as a proxy.
+    of_weights, metrics = _measure_weights(recipe, full)
+    _write(of_weights, out / names.WEIGHTS)
+
+    of_schemes, scheme_metrics = _measure_schemes(full, quantized)
+    metrics |= scheme_metrics
+    if quantized:
         _write(of_schemes, out / names.STORED)
-    of_models = _behaviour(recipe, full, quantized) if recipe.diagnose.behaviour else pd.DataFrame()
+
+    of_models = pd.DataFrame()
+    if recipe.diagnose.behaviour:
+        of_models = _measure_behaviour(recipe, full, quantized)
     if len(of_models):
         _write(of_models, out / names.BEHAVIOUR)
-        for row in of_models[of_models["layer"] < 0].itertuples():
-            suffix = _suffix(row.scheme, row.variant)
-            metrics[f"behaviour/kl_{suffix}"] = row.kl
-            metrics[f"behaviour/top1_agreement_{suffix}"] = row.top1_agreement
-            metrics["behaviour/n"] = row.n
-    _draw(frame, of_schemes, of_models, recipe, out / names.FIGURES)
+        metrics |= _behaviour_metrics(of_models)
+
+    _draw(of_weights, of_schemes, of_models, recipe, out / names.FIGURES)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _suffix(scheme: str, variant: str) -> str:
-    return names.in_metric(scheme, names.BASE) if variant == names.BASE else names.in_metric(scheme)
+    """Return the end of a metric's name; only the base is named there."""
+    if variant == names.BASE:
+        return names.in_metric(scheme, names.BASE)
+    return names.in_metric(scheme)
 
 
 def _write(frame: pd.DataFrame, path: Path) -> None:
@@ -137,52 +156,95 @@ def _write(frame: pd.DataFrame, path: Path) -> None:
         frame.to_parquet(partial)
 
 
-def _weights(recipe: Recipe, full: dict[str, Path]) -> tuple[pd.DataFrame, dict[str, float]]:
+def _measure_weights(recipe: Recipe, full: dict[str, Path]) -> tuple[pd.DataFrame, dict[str, float]]:
     """Return the table of the full-precision weights, and their metrics."""
     from qrl.diagnose import movement, weights
 
     settings = recipe.diagnose
+    device = devices.choose(recipe.device)
+    # Each matrix is read once for each of the two models, and once for both.
     total = 3 * len(weights.matrices(full[names.BASE], settings.embeddings))
     with tqdm(total=total, desc="weights", unit="matrix", leave=False) as bar:
-        how = {"device": devices.choose(recipe.device), "progress": bar.update}
-        frames = {variant: weights.measure(path, variant, settings, **how) for variant, path in full.items()}
-        moved = movement.movement(*full.values(), settings, **how)
-    both = pd.concat(frames.values(), ignore_index=True)
-    frame = both.merge(moved.drop(columns=["layer", "projection", "numel"]), on="tensor", how="left")
+        frames = {
+            variant: weights.measure(path, variant, settings, device=device, progress=bar.update)
+            for variant, path in full.items()
+        }
+        moved = movement.movement(full[names.BASE], full[names.GRPO], settings, device=device, progress=bar.update)
+
+    both_variants = pd.concat(frames.values(), ignore_index=True)
+    frame = both_variants.merge(moved.drop(columns=["layer", "projection", "numel"]), on="tensor", how="left")
     metrics = {f"weights/{name}": value for name, value in weights.summary(frames[names.GRPO]).items()}
     metrics |= {f"weights/{name}_{names.BASE}": value for name, value in weights.summary(frames[names.BASE]).items()}
-    return frame, metrics | {f"weights/{name}": value for name, value in movement.totals(moved).items()}
+    metrics |= {f"weights/{name}": value for name, value in movement.totals(moved).items()}
+    return frame, metrics
 
 
-def _behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> pd.DataFrame:
+def _measure_schemes(full: dict[str, Path], quantized: Quantized) -> tuple[pd.DataFrame, dict[str, float]]:
+    """Return the table of the stored weights, a row per scheme, variant and matrix, and their metrics."""
+    from qrl.diagnose import schemes
+
+    tables = []
+    metrics = {}
+    for scheme, paths in quantized.items():
+        count = len(stored.names(next(iter(paths.values()))))
+        with tqdm(total=count, desc=scheme, unit="matrix", leave=False) as bar:
+            table = schemes.measure(full, paths, scheme, progress=bar.update)
+        tables.append(table)
+        for variant in dict.fromkeys(table["variant"]):
+            totals = schemes.totals(table, variant)
+            metrics |= {f"weights/{name}_{_suffix(scheme, variant)}": value for name, value in totals.items()}
+    if not tables:
+        return pd.DataFrame(), {}
+    return pd.concat(tables, ignore_index=True), metrics
+
+
+def _measure_behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantized) -> pd.DataFrame:
     """Compare next-token distributions: every scheme, and full precision with one layer rounded (layer ≥ 0)."""
     from qrl.diagnose import behaviour, scan
 
-    settings, device = recipe.diagnose, devices.choose(recipe.device)
+    settings = recipe.diagnose
+    device = devices.choose(recipe.device)
     dtype = devices.compute_dtype(recipe.evaluate.dtype, device)
     questions = inputs.questions(recipe, "heldout", max(2, settings.behaviour))
+    template = prompt.of(recipe)
+
     rows = []
     for variant, path in full.items():
-        model, tokens = hf.load(path, device, dtype)
-        rendered = (prompt.training_text(tokens, question, prompt.of(recipe)) for question in questions)
-        texts = [tokens.encode(text, add_special_tokens=False) for text in rendered]
-        layers = behaviour.sensitivity(model, texts, settings)
-        own = {"variant": variant, "scheme": scan.proxy(settings.bits)}
-        rows += [own | {"layer": layer} | asdict(measured) for layer, measured in layers.items()]
+        model, tokenizer = hf.load(path, device, dtype)
+        rendered = (prompt.training_text(tokenizer, question, template) for question in questions)
+        texts = [tokenizer.encode(text, add_special_tokens=False) for text in rendered]
+
+        proxy = scan.proxy(settings.bits)
+        for layer, divergence in behaviour.sensitivity(model, texts, settings).items():
+            rows.append({"variant": variant, "scheme": proxy, "layer": layer, **asdict(divergence)})
+
         for scheme, paths in quantized.items():
             if variant in paths:
-                other, _ = hf.load(paths[variant], device, dtype)
-                measured = behaviour.against(model, other, texts)
-                rows.append({"variant": variant, "scheme": scheme, "layer": -1, **asdict(measured)})
+                quantized_model, _ = hf.load(paths[variant], device, dtype)
+                divergence = behaviour.against(model, quantized_model, texts)
+                rows.append({"variant": variant, "scheme": scheme, "layer": -1, **asdict(divergence)})
     return pd.DataFrame(rows)
 
 
-def _draw(frame: pd.DataFrame, of_schemes: pd.DataFrame, of_models: pd.DataFrame, recipe: Recipe, folder: Path) -> None:
-    figures.layer_error(frame, folder / "layer_error.png")
-    figures.movement(frame, folder / "weights_moved.png")
-    figures.spread(frame, folder / "weights_spread.png", recipe.diagnose.outlier_multiplier)
+def _behaviour_metrics(of_models: pd.DataFrame) -> dict[str, float]:
+    """Return the metrics of whole models, which have a layer below 0."""
+    metrics = {}
+    for row in of_models[of_models["layer"] < 0].itertuples():
+        suffix = _suffix(row.scheme, row.variant)
+        metrics[f"behaviour/kl_{suffix}"] = row.kl
+        metrics[f"behaviour/top1_agreement_{suffix}"] = row.top1_agreement
+        metrics["behaviour/n"] = row.n
+    return metrics
+
+
+def _draw(
+    of_weights: pd.DataFrame, of_schemes: pd.DataFrame, of_models: pd.DataFrame, recipe: Recipe, folder: Path
+) -> None:
+    figures.layer_error(of_weights, folder / "layer_error.png")
+    figures.movement(of_weights, folder / "weights_moved.png")
+    figures.spread(of_weights, folder / "weights_spread.png", recipe.diagnose.outlier_multiplier)
     if len(of_schemes):
         figures.schemes(of_schemes, folder / "schemes_stored.png")
     if len(of_models):
         figures.behaviour(of_models, folder / "behaviour.png")
-    figures.weights_page(frame, of_schemes, of_models, folder / PAGE)
+    figures.weights_page(of_weights, of_schemes, of_models, folder / PAGE)

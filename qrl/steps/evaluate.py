@@ -1,4 +1,9 @@
-"""Evaluate cells: all of them on the same questions in one process, a nested run for each."""
+"""Evaluate cells: all of them on the same questions in one process, a nested run for each.
+
+Cells at full precision come first, since they decide what the others mean. A quantized cell that breaks a limit of
+health counts if its variant is healthy at full precision (quantization did that), and is void otherwise (the evaluation
+is at fault). Answers that the store has already are judged again instead of being generated again.
+"""
 
 import json
 import sys
@@ -14,8 +19,7 @@ from qrl import checkpoint, names, tasks
 from qrl.engine import device as devices
 from qrl.engine import hf, memory
 from qrl.errors import Objections, UnhealthyCell
-from qrl.evaluate import check_gpus, check_kv, groups, health, scores
-from qrl.evaluate.cells import Asked, Cell, Engines, ask, engine_of
+from qrl.evaluate import cells, check_gpus, check_kv, groups, health, scores
 from qrl.formats import groups as groups_of_codes
 from qrl.recipe import Recipe
 from qrl.steps import answers, inputs, outcome, record, stored
@@ -23,16 +27,19 @@ from qrl.tasks import prompt
 from qrl.tracking import contents, keys, lineage, models, projects, reuse, runs, store
 from qrl.workspace import workspace
 
+_COLUMNS_SHOWN = ["question", "correct", "parsed", "answer", "finish_reason", "completion"]
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One cell to evaluate: its labels, where its weights are, and what it is asked."""
+    """One cell to evaluate: its labels, where its weights are, and the questions to answer."""
 
     recipe: Recipe
     variant: str
     scheme: str
     address: str
     weights: checkpoint.Checkpoint
+    digest: str  # of the weights, before they were loaded
     questions: list
     device: str
 
@@ -44,237 +51,352 @@ class Evaluation:
     def label(self) -> str:
         return f"{self.variant}:{self.scheme}"
 
+    @property
+    def answers_key(self) -> str:
+        """What the answers depend on."""
+        return keys.answers(self.recipe, self.variant, self.scheme, self.digest, self.device)
 
-def evaluate(recipe: Recipe, given: str | None) -> None:
+    @property
+    def cache_key(self) -> str:
+        """What the result depends on: the answers, and the limits of health that judge them."""
+        return keys.cell(self.recipe, self.variant, self.scheme, self.digest, self.device)
+
+
+def evaluate(recipe: Recipe, cells_text: str | None) -> None:
     """Evaluate every cell on the recipe's held-out questions; log accuracy, health and a row per question.
 
     Args:
         recipe: its `evaluate` section and task.
-        given: cells as typed, `variant:scheme=model,…`; None for the recipe's model.
+        cells_text: cells as typed, `variant:scheme=model,…`; None for the recipe's model.
 
     Raises:
         UnhealthyCell: cells are void, a sentence for each: one at full precision broke a limit of health, or one under
             a scheme whose variant is not known to be healthy at full precision. Raised after the base at full
             precision, or after all cells were evaluated.
     """
-    cells = check(recipe, given)
-    _ = [weights.digest for _, weights in cells.values()]  # of what will be loaded, before it is
+    checkpoints = check(recipe, cells_text)
+    # The digest that is recorded must be that of the files that are loaded, so they are hashed first.
+    digests = {cell: weights.digest for cell, (_, weights) in checkpoints.items()}
     device = devices.choose(recipe.device)
     questions = inputs.evaluated(recipe)
-    if copies := inputs.repeated(questions):
-        click.secho(f"qrl: {copies}", fg="yellow", err=True)
+    repeated_questions = inputs.repeated(questions)
+    if repeated_questions:
+        click.secho(f"qrl: {repeated_questions}", fg="yellow", err=True)
     store.prepare()
-    params, tags = {"device": device}, {names.TAG_TASK: tasks.label(recipe.task)}
+
+    params = {"device": device}
+    tags = {names.TAG_TASK: tasks.label(recipe.task)}
     with runs.step("evaluate", recipe, sections=("evaluate",), params=params, tags=tags):
-        broken, run_ids = [], {}
-        evaluations = [Evaluation(recipe, *cell, *weights, questions, device) for cell, weights in cells.items()]
-        if recipe.evaluate.engine != hf.NAME:
-            evaluations.sort(key=lambda cell: engine_of(cell.weights.path, cell.scheme, recipe))
-        evaluations.sort(key=lambda cell: cell.scheme != names.FULL)  # what the others are judged beside
-        answered = {cell.label: found for cell in evaluations if (found := _stored(cell))}
-        asked = [cell for cell in evaluations if cell.label not in answered]
-        variants: dict[str, stored.FullPrecision] = {}
-        with Engines() as engines, answers.in_processes(partial(_ask, engines), asked, _processes(asked)) as answer:
-            for evaluation in evaluations:
-                try:
-                    if variants.get(evaluation.variant, stored.UNKNOWN).problems:
-                        raise _void_beside(evaluation)
-                    found = answered.get(evaluation.label)
-                    run_ids[evaluation.label] = _evaluate_cell(evaluation, answer, found, variants)
-                except UnhealthyCell as error:
-                    broken.append(str(error))
-                    if (evaluation.variant, evaluation.scheme) == (names.BASE, names.FULL):
-                        break  # the others are measured against it
+        evaluations = [
+            Evaluation(recipe, variant, scheme, address, weights, digests[variant, scheme], questions, device)
+            for (variant, scheme), (address, weights) in checkpoints.items()
+        ]
+        run_ids, void_cells = _evaluate_all(_ordered(evaluations))
+
         if run_ids:
-            models = {":".join(cell): address for cell, (address, _) in cells.items()}
-            outcome.evaluated(recipe, models, run_ids)
-        if broken:
-            count = f"{len(broken)} of {len(cells)} cells are void"
+            addresses = {evaluation.label: evaluation.address for evaluation in evaluations}
+            outcome.evaluated(recipe, addresses, run_ids)
+        if void_cells:
+            count = f"{len(void_cells)} of {len(checkpoints)} cells are void"
             click.echo(f"qrl: {count}, so accuracy there does not count: see above.", err=True)
-            raise UnhealthyCell(" ".join(broken), is_printed=True)  # cell by cell, above
+            raise UnhealthyCell(" ".join(void_cells), is_printed=True)  # cell by cell, above
 
 
-def check(recipe: Recipe, given: str | None) -> dict[tuple[str, str], tuple[str, checkpoint.Checkpoint]]:
+def check(recipe: Recipe, cells_text: str | None) -> dict[tuple[str, str], tuple[str, checkpoint.Checkpoint]]:
     """Return the cells' addresses and checkpoints, by variant and scheme.
 
     Raises:
         BadInput: all that is wrong: the list is malformed, the engine cannot run a cell, weights are not stored as the
             cell names them, or a chat template has no variable that `chat.template_kwargs` sets.
     """
-    text = given or f"{names.BASE}:{names.FULL}={recipe.model}"
+    text = cells_text or f"{names.BASE}:{names.FULL}={recipe.model}"
+    engine = recipe.evaluate.engine
+    gpus = recipe.evaluate.tensor_parallel
     objections = Objections()
-    engine, parallel = recipe.evaluate.engine, recipe.evaluate.tensor_parallel
-    objections.check(lambda: check_gpus(parallel, engine, devices.choose(recipe.device)))
-    cells = {}
+    objections.check(lambda: check_gpus(gpus, engine, devices.choose(recipe.device)))
+
+    checkpoints = {}
     for label, address in inputs.pairs(text, "a cell and its model").items():
         cell = objections.check(inputs.cell, label)
         if cell is None:
             continue
-        objections.check(check_kv, [cell[1]], engine)
-        if weights := objections.check(inputs.stored_as, cell, address):
+        _, scheme = cell
+        objections.check(check_kv, [scheme], engine)
+        weights = objections.check(inputs.stored_as, cell, address)
+        if weights:
             objections.check(inputs.check_chat, recipe, weights.path)
-            cells[cell] = (address, weights)
+            checkpoints[cell] = (address, weights)
     objections.insist()
-    return cells
+    return checkpoints
 
 
-def _processes(cells: list[Evaluation]) -> int:
+def _ordered(evaluations: list[Evaluation]) -> list[Evaluation]:
+    """Return the cells in the order of their evaluation."""
+    ordered = list(evaluations)
+    if ordered and ordered[0].recipe.evaluate.engine != hf.NAME:
+        # Cells that one vLLM engine can answer follow each other: to start an engine takes 20 s.
+        ordered.sort(key=lambda cell: cells.engine_of(cell.weights.path, cell.scheme, cell.recipe))
+    ordered.sort(key=lambda cell: cell.scheme != names.FULL)  # the others are judged by these
+    return ordered
+
+
+def _evaluate_all(evaluations: list[Evaluation]) -> tuple[dict[str, str], list[str]]:
+    """Evaluate cells in order; return the run of each that counts, by its label, and why the others are void."""
+    run_ids: dict[str, str] = {}
+    void_cells: list[str] = []
+    full_precision: dict[str, stored.FullPrecision] = {}
+
+    stored_answers = {evaluation.label: _stored_answers(evaluation) for evaluation in evaluations}
+    unanswered = [evaluation for evaluation in evaluations if not stored_answers[evaluation.label]]
+    with (
+        cells.Engines() as engines,
+        answers.in_processes(partial(_ask, engines), unanswered, _processes(unanswered)) as ask,
+    ):
+        for evaluation in evaluations:
+            try:
+                if full_precision.get(evaluation.variant, stored.UNKNOWN).problems:
+                    raise _void_like_variant(evaluation)
+                run_id = _evaluate_cell(evaluation, ask, stored_answers[evaluation.label], full_precision)
+                run_ids[evaluation.label] = run_id
+            except UnhealthyCell as error:
+                void_cells.append(str(error))
+                if (evaluation.variant, evaluation.scheme) == (names.BASE, names.FULL):
+                    break  # every other cell is measured against this one
+    return run_ids, void_cells
+
+
+def _processes(evaluations: list[Evaluation]) -> int:
     """Return how many processes answer the cells; vLLM and a GPU are used by one alone."""
-    if not cells or cells[0].device != "cpu" or cells[0].recipe.evaluate.engine != hf.NAME:
+    if not evaluations or evaluations[0].device != "cpu" or evaluations[0].recipe.evaluate.engine != hf.NAME:
         return 1
-    return answers.processes(len(cells), max(cell.weights.bytes for cell in cells))
+    largest_bytes = max(evaluation.weights.bytes for evaluation in evaluations)
+    return answers.processes(len(evaluations), largest_bytes)
 
 
-def _stored(cell: Evaluation) -> stored.Answers | None:
-    """Return answers that the store has of a cell, to judge them again; None where it is to be answered."""
-    where = (cell.recipe, cell.variant, cell.scheme, cell.weights.digest, cell.device)
-    found = stored.answers(keys.answers(*where))
-    if found and found.judged_by(keys.cell(*where)) and not runs.is_launched():
-        return None  # somebody repeats a command whose result is there
-    return found
+def _stored_answers(cell: Evaluation) -> stored.Answers | None:
+    """Return answers that the store has of a cell, to judge them again; None if they are to be generated."""
+    stored_answers = stored.answers(cell.answers_key)
+    # A finished result is there, and nothing launched this command to reuse it: the user repeats it on purpose.
+    if stored_answers and stored_answers.judged_by(cell.cache_key) and not runs.is_launched():
+        return None
+    return stored_answers
 
 
-def _void_beside(cell: Evaluation) -> UnhealthyCell:
-    """Return the error of a cell under a scheme whose variant is void at full precision; it is not answered."""
+def _void_like_variant(cell: Evaluation) -> UnhealthyCell:
+    """Return the error of a cell under a scheme if its variant is void at full precision; it is not answered."""
     void = f"Cell {cell.name} is void, as {cell.variant} at full precision is: nothing is measured against that."
     click.secho(f"      {void}", fg="red", err=True)
     return UnhealthyCell(void)
 
 
 def _evaluate_cell(
-    cell: Evaluation, answer: answers.Ask, found: stored.Answers | None, variants: dict[str, stored.FullPrecision]
+    cell: Evaluation,
+    ask: answers.Ask,
+    stored_answers: stored.Answers | None,
+    full_precision: dict[str, stored.FullPrecision],
 ) -> str:
     """Evaluate one cell in a nested run; return the run's id.
 
     Args:
-        cell: what is evaluated.
-        answer: obtains its answers.
-        found: answers of an earlier run, which are judged again instead.
-        variants: what is known of each variant at full precision; this cell's is added.
+        cell: the cell to evaluate.
+        ask: obtains its answers.
+        stored_answers: answers of an earlier run, which are judged again instead.
+        full_precision: what is known of each variant at full precision; this cell's is added.
 
     Raises:
         UnhealthyCell: the cell is void; its run keeps the answers.
     """
-    recipe, settings, prompt_hash = cell.recipe, cell.recipe.evaluate, prompt.template_hash(prompt.of(cell.recipe))
-    task = tasks.label(recipe.task)
-    labels = {"variant": cell.variant, "scheme": cell.scheme, "task": task}
-    key = keys.cell(recipe, cell.variant, cell.scheme, cell.weights.digest, cell.device)
-    of_answers = keys.answers(recipe, cell.variant, cell.scheme, cell.weights.digest, cell.device)
-    tags = {names.TAG_STEP: "evaluate", names.TAG_CACHE_KEY: key, names.TAG_DIGEST: cell.weights.digest}
-    tags[names.TAG_ANSWERS_KEY] = of_answers
-    tags |= {names.TAG_VARIANT: cell.variant, names.TAG_SCHEME: cell.scheme, names.TAG_TASK: task}
+    settings = cell.recipe.evaluate
+    labels = {"variant": cell.variant, "scheme": cell.scheme, "task": tasks.label(cell.recipe.task)}
+    prompt_hash = prompt.template_hash(prompt.of(cell.recipe))
+    questions_digest = inputs.digest(cell.questions)
     with (
         workspace(f"evaluate-{cell.variant}-{cell.scheme}", shared=True) as work,
-        runs.child(cell.name, params=labels | {"prompt_hash": prompt_hash}, tags=tags),
+        runs.child(cell.name, params=labels | {"prompt_hash": prompt_hash}, tags=_tags(cell)),
         tqdm(total=len(cell.questions) * settings.samples, desc=cell.name, unit="answer", leave=False) as bar,
     ):
-        asked = found.read() if found else answer(cell, bar.update)
-        if found:
-            click.echo(f"      {cell.name}: the answers of run {found.run_id[:8]} are judged again", err=True)
-        uri = record.given(recipe, cell.address, cell.weights, cell.variant, names.stored(cell.scheme))
-        judged = _judge(cell, asked, uri, variants)
-        if judged.note:
-            asked = replace(asked, frame=health.marked(asked.frame, judged.note))
-        digest = inputs.digest(cell.questions)
-        origin = {"digest": digest, "n": len(cell.questions), "source": inputs.source_of(recipe)}
-        heldout = contents.log_dataset(f"{task}-heldout", context="heldout", **origin)
-        metrics = scores.metrics(asked)
-        contents.log_scores(metrics, model_uri=uri, dataset=heldout)
-        training_seed = lineage.training_seed(uri) if cell.variant != names.BASE else None
-        simulated = "weights unpacked" if asked.receipt.get("unpacked") else asked.receipt.get("simulated", "")
-        params = {"dtype": asked.dtype, "simulated": simulated, "training_seed": training_seed}
-        params[names.ENGINE] = asked.receipt["engine"]
-        contents.log_params({key: value for key, value in params.items() if value not in ("", None)})
-        receipt = asked.receipt | {"weights": cell.weights.digest, "prompt_hash": prompt_hash, "questions": digest}
+        if stored_answers:
+            cell_answers = stored_answers.read()
+            click.echo(f"      {cell.name}: the answers of run {stored_answers.run_id[:8]} are judged again", err=True)
+        else:
+            cell_answers = ask(cell, bar.update)
+
+        # A user's checkpoint is copied into the store only now, when there are answers to log with it.
+        uri = record.given(cell.recipe, cell.address, cell.weights, cell.variant, names.stored(cell.scheme))
+        judgement = _judge(cell, cell_answers, uri, full_precision)
+        if judgement.note:
+            cell_answers = replace(cell_answers, frame=health.marked(cell_answers.frame, judgement.note))
+
+        # Logged under the model too: a registered version shows no metrics of its own.
+        metrics = scores.metrics(cell_answers)
+        _log_scores(cell, metrics, uri, questions_digest)
+        training_seed = None  # base has none
+        if cell.variant != names.BASE:
+            training_seed = lineage.training_seed(uri)
+        _log_conditions(cell, cell_answers, training_seed)
+
+        receipt = cell_answers.receipt | {
+            "weights": cell.digest,
+            "prompt_hash": prompt_hash,
+            "questions": questions_digest,
+        }
         (work / names.RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
-        stored_by = models.params(uri).get(names.SETTINGS, "")
-        if (batch := asked.receipt.get("batch_size", settings.batch_size)) < settings.batch_size:
-            contents.tag(f"{names.TAG_WATCH}memory", f"evaluate.batch_size {settings.batch_size} → {batch}")
-        if simulated.startswith("activations not rounded"):
-            contents.tag(f"{names.TAG_WATCH}activations", simulated)
-            tqdm.write(click.style(f"qrl: {cell.name}: {simulated}", fg="yellow"), file=sys.stderr)
-        _log_rows(asked, cell, stored_by, work, recipe.seed if training_seed is None else training_seed)
-        values = {"digest": cell.weights.digest, "questions": digest, "accuracy": metrics[names.ACCURACY]}
+        seed = cell.recipe.seed if training_seed is None else training_seed
+        _log_rows(cell_answers, cell, models.params(uri).get(names.SETTINGS, ""), work, seed)
+
+        # The seal comes before the verdict: the answers of a void cell are kept, to be judged by other limits.
+        values = {"digest": cell.digest, "questions": questions_digest, "accuracy": metrics[names.ACCURACY]}
         facts = {"model": uri, "step": runs.parent_id(), "limits": health.limits(settings)}
-        facts |= {"unhealthy": judged.note} if judged.note else {}
+        if judgement.note:
+            facts["unhealthy"] = judgement.note
         reuse.seal(work / names.QUESTIONS, labels | values | facts)
-        if judged.beyond:
+        if judgement.broken_limits:
             bar.close()
-            _tell(cell, judged, asked)
+            _report_health(cell, judgement, cell_answers)
         reuse.record_outputs(models={"model": uri}, artifacts=[names.QUESTIONS], values=values)
+
         bar.close()
-        accuracy = f"{metrics[names.ACCURACY]:.3f} ± {metrics[names.ACCURACY_STDERR]:.3f}"
-        first = ", the first rows" if settings.selection == "first" else ""
-        n = f"(n = {len(cell.questions)}{first}{_sampled(metrics, settings.samples)})"
-        click.echo(f"      {cell.name}: {accuracy} {n}, {asked.tokens_per_s:,.0f} tokens/s", err=True)
+        click.echo(f"      {_summary(cell, metrics)}, {cell_answers.tokens_per_s:,.0f} tokens/s", err=True)
         return runs.active_id()
 
 
+def _tags(cell: Evaluation) -> dict[str, str]:
+    return {
+        names.TAG_STEP: "evaluate",
+        names.TAG_CACHE_KEY: cell.cache_key,
+        names.TAG_DIGEST: cell.digest,
+        names.TAG_ANSWERS_KEY: cell.answers_key,
+        names.TAG_VARIANT: cell.variant,
+        names.TAG_SCHEME: cell.scheme,
+        names.TAG_TASK: tasks.label(cell.recipe.task),
+    }
+
+
+def _log_scores(cell: Evaluation, metrics: dict[str, float], uri: str, questions_digest: str) -> None:
+    """Log the metrics under the cell's model and the held-out questions."""
+    dataset = contents.log_dataset(
+        f"{tasks.label(cell.recipe.task)}-heldout",
+        digest=questions_digest,
+        context="heldout",
+        n=len(cell.questions),
+        source=inputs.source_of(cell.recipe),
+    )
+    contents.log_scores(metrics, model_uri=uri, dataset=dataset)
+
+
+def _log_conditions(cell: Evaluation, cell_answers: cells.Asked, training_seed: int | None) -> None:
+    """Log how the answers were computed; mark, and print, where that differs from what the labels promise."""
+    simulated = cell_answers.receipt.get("simulated", "")
+    if cell_answers.receipt.get("unpacked"):
+        simulated = "weights unpacked"
+    params = {
+        "dtype": cell_answers.dtype,
+        "simulated": simulated,
+        "training_seed": training_seed,
+        names.ENGINE: cell_answers.receipt["engine"],
+    }
+    contents.log_params({key: value for key, value in params.items() if value not in ("", None)})
+
+    batch_size = cell.recipe.evaluate.batch_size
+    actual_batch_size = cell_answers.receipt.get("batch_size", batch_size)
+    if actual_batch_size < batch_size:
+        contents.tag(f"{names.TAG_WATCH}memory", f"evaluate.batch_size {batch_size} → {actual_batch_size}")
+    if simulated.startswith("activations not rounded"):
+        contents.tag(f"{names.TAG_WATCH}activations", simulated)
+        tqdm.write(click.style(f"qrl: {cell.name}: {simulated}", fg="yellow"), file=sys.stderr)
+
+
+def _summary(cell: Evaluation, metrics: dict[str, float]) -> str:
+    """Return `grpo · awq: 0.712 ± 0.010 (n = 2000)`, with how rows were selected and sampled."""
+    settings = cell.recipe.evaluate
+    accuracy = f"{metrics[names.ACCURACY]:.3f} ± {metrics[names.ACCURACY_STDERR]:.3f}"
+    selection = ", the first rows" if settings.selection == "first" else ""
+    return f"{cell.name}: {accuracy} (n = {len(cell.questions)}{selection}{_sampled(metrics, settings.samples)})"
+
+
 @dataclass(frozen=True)
-class _Judged:
+class _Judgement:
     """A cell's health."""
 
-    beyond: list[str]  # metrics whose limits are broken
+    broken_limits: list[str]  # metrics
     problems: list[str]  # a sentence for each
-    note: str = ""  # what quantization did to the answers, where it is to blame: the cell counts
+    note: str = ""  # what quantization did to the answers, if it is to blame: the cell counts
     full: stored.FullPrecision = stored.UNKNOWN  # of the same variant, for a cell under a scheme
 
 
-def _judge(cell: Evaluation, asked: Asked, uri: str, variants: dict[str, stored.FullPrecision]) -> _Judged:
-    """Judge a cell's answers, beside its variant at full precision; arguments as for `_full_precision`."""
-    settings, rates, n = cell.recipe.evaluate, health.rates(asked.frame), len(asked.frame)
-    beyond, problems = health.broken(rates, settings, n), health.problems(rates, settings, n)
+def _judge(
+    cell: Evaluation, cell_answers: cells.Asked, uri: str, full_precision: dict[str, stored.FullPrecision]
+) -> _Judgement:
+    """Judge a cell's answers by its variant at full precision; arguments as for `_variant_at_full_precision`."""
+    settings = cell.recipe.evaluate
+    rates = health.rates(cell_answers.frame)
+    n = len(cell_answers.frame)
+    broken_limits = health.broken(rates, settings, n)
+    problems = health.problems(rates, settings, n)
+
     if cell.scheme == names.FULL:
-        variants[cell.variant] = stored.FullPrecision(rates, tuple(problems))
-        return _Judged(beyond, problems)
-    if not beyond:
-        return _Judged([], [])
-    full = _full_precision(cell, uri, variants)
-    did_quantization = bool(full.rates) and not full.problems
-    note = health.note(rates, full.rates, beyond) if did_quantization else ""
-    return _Judged(beyond, problems, note, full)
+        full_precision[cell.variant] = stored.FullPrecision(rates, tuple(problems))
+        return _Judgement(broken_limits, problems)
+    if not broken_limits:
+        return _Judgement([], [])
+
+    full = _variant_at_full_precision(cell, uri, full_precision)
+    note = ""
+    is_healthy_at_full_precision = bool(full.rates) and not full.problems
+    if is_healthy_at_full_precision:  # so quantization is to blame, and the cell counts
+        note = health.note(rates, full.rates, broken_limits)
+    return _Judgement(broken_limits, problems, note, full)
 
 
-def _full_precision(cell: Evaluation, uri: str, variants: dict[str, stored.FullPrecision]) -> stored.FullPrecision:
+def _variant_at_full_precision(
+    cell: Evaluation, uri: str, full_precision: dict[str, stored.FullPrecision]
+) -> stored.FullPrecision:
     """Return what is known of a quantized cell's variant at full precision: from this step, or from the store.
 
     Args:
         cell: under a scheme.
-        uri: of its model, whose parent is the variant at full precision.
-        variants: what is known already.
+        uri: of its model, which was made from the variant at full precision.
+        full_precision: what is known already, by variant.
     """
-    if cell.variant in variants:
-        return variants[cell.variant]
-    parent = models.params(uri).get("parent", "")
+    if cell.variant in full_precision:
+        return full_precision[cell.variant]
+
+    parent_digest = models.params(uri).get("parent", "")
     if names.stored(cell.scheme) == names.FULL:  # the same weights with another key-value cache
-        parent = cell.weights.digest
-    key = keys.answers(cell.recipe, cell.variant, names.FULL, parent, cell.device)
-    found = stored.answers(key) if parent else None
-    return found.at_full_precision(cell.recipe.evaluate) if found else stored.UNKNOWN
+        parent_digest = cell.digest
+    if not parent_digest:
+        return stored.UNKNOWN
+    stored_answers = stored.answers(keys.answers(cell.recipe, cell.variant, names.FULL, parent_digest, cell.device))
+    if not stored_answers:
+        return stored.UNKNOWN
+    return stored_answers.at_full_precision(cell.recipe.evaluate)
 
 
-def _tell(cell: Evaluation, judged: _Judged, asked: Asked) -> None:
+def _report_health(cell: Evaluation, judgement: _Judgement, cell_answers: cells.Asked) -> None:
     """Print which limits a cell broke, with answers that did, and mark a cell that counts.
 
     Raises:
         UnhealthyCell: the cell is void.
     """
-    where = f"All its answers are in {projects.artifact_place(runs.active_id())}/{names.QUESTIONS}."
-    shown = ["Answers that broke it:", *health.breaking(asked.frame, judged.beyond), where]
-    if judged.note:
-        contents.tag(names.TAG_UNHEALTHY, judged.note)
-        outcome_of = f"{cell.name}: {judged.note}. Quantization did that"
-        told = f"{outcome_of}: the cell counts, its unfinished answers are wrong, and no gate lets it pass."
-        click.secho("      " + "\n      ".join([told, *shown]), fg="yellow", err=True)
+    rows_path = f"All its answers are in {projects.artifact_place(runs.active_id())}/{names.QUESTIONS}."
+    examples = ["Answers that broke it:", *health.breaking(cell_answers.frame, judgement.broken_limits), rows_path]
+    if judgement.note:
+        contents.tag(names.TAG_UNHEALTHY, judgement.note)
+        message = (
+            f"{cell.name}: {judgement.note}. Quantization did that: the cell counts, its unfinished answers are wrong, "
+            "and no gate lets it pass."
+        )
+        click.secho("      " + "\n      ".join([message, *examples]), fg="yellow", err=True)
         return
+
     void = f"Cell {cell.name} is void, so its accuracy does not count:"
-    sentences = [void, *judged.problems, *_beside(cell, judged.full)]
-    click.secho("      " + "\n      ".join([*sentences, *shown]), fg="red", err=True)
-    raise UnhealthyCell(" ".join([*sentences, where]))
+    sentences = [void, *judgement.problems, *_why_void(cell, judgement.full)]
+    click.secho("      " + "\n      ".join([*sentences, *examples]), fg="red", err=True)
+    raise UnhealthyCell(" ".join([*sentences, rows_path]))
 
 
-def _beside(cell: Evaluation, full: stored.FullPrecision) -> list[str]:
-    """Return why a cell under a scheme is void; of one at full precision, nothing more."""
+def _why_void(cell: Evaluation, full: stored.FullPrecision) -> list[str]:
+    """Return why a cell under a scheme is void; nothing more about one at full precision."""
     if cell.scheme == names.FULL:
         return []
     if full.problems:
@@ -283,27 +405,27 @@ def _beside(cell: Evaluation, full: stored.FullPrecision) -> list[str]:
     return [f"{unknown}. Evaluate {cell.variant}:{names.FULL} with the same settings, then this cell again."]
 
 
-def _ask(engines: Engines, cell: Evaluation, progress: answers.Progress) -> Asked:
+def _ask(engines: cells.Engines, evaluation: Evaluation, progress: answers.Progress) -> cells.Asked:
     """Return a cell's answers; if memory runs out, all of them again in batches of half the size."""
-    asked, recipe, done = Cell(cell.variant, cell.scheme, cell.weights.path), cell.recipe, 0
+    cell = cells.Cell(evaluation.variant, evaluation.scheme, evaluation.weights.path)
+    settings = evaluation.recipe.evaluate
+    answered = 0
 
     def count(n: int) -> None:
-        nonlocal done
-        done += n
+        nonlocal answered
+        answered += n
         progress(n)
 
-    def ask_in_batches(size: int) -> Asked:
-        count(-done)
-        sized = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"batch_size": size})})
-        return ask(asked, cell.questions, sized, cell.device, progress=count, engines=engines)
+    def ask(batch_size: int) -> cells.Asked:
+        count(-answered)  # the bar begins again with each attempt
+        sized = settings.model_copy(update={"batch_size": batch_size})
+        recipe = evaluation.recipe.model_copy(update={"evaluate": sized})
+        return cells.ask(cell, evaluation.questions, recipe, evaluation.device, progress=count, engines=engines)
 
-    say = partial(click.secho, fg="yellow", err=True)
-    return memory.halved(
-        ask_in_batches,
-        recipe.evaluate.batch_size,
-        "evaluate.batch_size",
-        say=lambda text: say(f"qrl: {cell.name}: {text}"),
-    )
+    def warn(text: str) -> None:
+        click.secho(f"qrl: {evaluation.name}: {text}", fg="yellow", err=True)
+
+    return memory.halved(ask, settings.batch_size, "evaluate.batch_size", say=warn)
 
 
 def _sampled(metrics: dict[str, float], samples: int) -> str:
@@ -314,24 +436,29 @@ def _sampled(metrics: dict[str, float], samples: int) -> str:
     return f" × {samples} samples, pass@{samples} {metrics[key]:.3f} ± {metrics[f'{key}_stderr']:.3f}"
 
 
-def _log_rows(asked: Asked, cell: Evaluation, stored_by: str, work: Path, seed: int) -> None:
-    """Log the rows under the seed of the training that made the weights, and the seed of the questions beside it.
+def _log_rows(cell_answers: cells.Asked, cell: Evaluation, settings_digest: str, work: Path, seed: int) -> None:
+    """Log the rows under the seed of the training that made the weights; the questions' seed has a column too.
 
     Args:
-        asked: the cell's answers.
+        cell_answers: graded, a row each.
         cell: its recipe and weights.
-        stored_by: digest of the settings with which the weights were quantized.
+        settings_digest: of the settings with which the weights were quantized.
         work: folder for the files.
         seed: of the training.
     """
     recipe = cell.recipe
     group_size = groups_of_codes.stored(checkpoint.config(cell.weights.path).get("quantization_config"))
-    origin = {names.ENGINE: asked.receipt["engine"], names.SETTINGS: stored_by}
-    origin[names.GROUP_SIZE] = pd.array([group_size] * len(asked.frame), dtype="Int64")
-    origin[names.PROMPT_HASH] = prompt.template_hash(prompt.of(recipe))
-    asked.frame.assign(seed=seed, question_seed=recipe.seed, **origin).to_parquet(work / names.QUESTIONS)
-    if by_group := groups.markdown(asked.frame):
+    columns = {
+        "seed": seed,
+        "question_seed": recipe.seed,
+        names.ENGINE: cell_answers.receipt["engine"],
+        names.SETTINGS: settings_digest,
+        names.GROUP_SIZE: pd.array([group_size] * len(cell_answers.frame), dtype="Int64"),
+        names.PROMPT_HASH: prompt.template_hash(prompt.of(recipe)),
+    }
+    cell_answers.frame.assign(**columns).to_parquet(work / names.QUESTIONS)
+    by_group = groups.markdown(cell_answers.frame)
+    if by_group:
         (work / names.GROUPS_MD).write_text(by_group, encoding="utf-8")
     contents.log_folder(work)
-    shown = ["question", "correct", "parsed", "answer", "finish_reason", "completion"]
-    contents.log_table(asked.frame.head(recipe.evaluate.samples_logged)[shown], "completions")
+    contents.log_table(cell_answers.frame.head(recipe.evaluate.samples_logged)[_COLUMNS_SHOWN], "completions")

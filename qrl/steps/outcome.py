@@ -23,11 +23,14 @@ def adapter(address: str) -> None:
 def model(recipe: Recipe, address: str) -> None:
     """Print a trained model in full precision; it is quantized next, and the model before training with it."""
     qat = recipe.train.qat
-    how = {"scheme": recipe.quantize.schemes[0] if qat == "none" else names.rounded(qat)}
-    how |= {"quantize.format": qat} if how["scheme"] == names.RTN_FILE and qat != "none" else {}
-    models = {names.BASE: recipe.model, recipe.train.variant: address}
-    result = f"Model   {address}, {recipe.train.variant} in full precision"
-    _print(result, "quantize", how | {"models": _listed(models)})
+    if qat == "none":
+        options = {"scheme": recipe.quantize.schemes[0]}
+    else:
+        options = {"scheme": names.rounded(qat)}
+        if options["scheme"] == names.RTN_FILE:
+            options["quantize.format"] = qat
+    options["models"] = _listed({names.BASE: recipe.model, recipe.train.variant: address})
+    _print(f"Model   {address}, {recipe.train.variant} in full precision", "quantize", options)
 
 
 def quantized(sources: Mapping[str, str], stored: Mapping[str, str]) -> None:
@@ -45,12 +48,13 @@ def diagnosed(base: str, trained: str, quantized: str | None) -> None:
 def evaluated(recipe: Recipe, models: Mapping[str, str], run_ids: Mapping[str, str]) -> None:
     """Print evaluation runs, by `variant:scheme`, as `models`.
 
-    Two variants in full precision are compared next, and base is promoted; any other cell is evaluated beside base.
+    Two variants in full precision are compared next, and base is promoted; any other cell is evaluated next with base.
     """
     result = "\n".join(f"Run     {run_id}, {cell}" for cell, run_id in run_ids.items())
     base = f"{names.BASE}:{names.FULL}"
-    if together := comparable(run_ids):
-        _print(result, "compare", {"cells": ",".join(together.values())})
+    comparable_run_ids = comparable(run_ids)
+    if comparable_run_ids:
+        _print(result, "compare", {"cells": ",".join(comparable_run_ids.values())})
     elif base in run_ids:
         _print(result, "promote", {"stage": names.BASE, "cell": run_ids[base]})
     else:
@@ -65,23 +69,28 @@ def comparable(run_ids: Mapping[str, str]) -> dict[str, str]:
     variants = [cell.partition(":")[0] for cell in run_ids if cell.endswith(f":{names.FULL}")]
     if names.BASE not in variants or len(variants) < 2:
         return {}
+
+    comparable_run_ids = {}
     schemes = dict.fromkeys(cell.partition(":")[2] for cell in run_ids)
-    whole = [scheme for scheme in schemes if all(f"{variant}:{scheme}" in run_ids for variant in variants)]
-    cells = [f"{variant}:{scheme}" for scheme in whole for variant in variants]
-    return {cell: run_ids[cell] for cell in cells}
+    for scheme in schemes:
+        labels = [f"{variant}:{scheme}" for variant in variants]
+        if all(label in run_ids for label in labels):
+            comparable_run_ids |= {label: run_ids[label] for label in labels}
+    return comparable_run_ids
 
 
 def compared(recipe: Recipe, run_ids: Sequence[str]) -> None:
     """Promote next the cells that have a stage, by the runs of their evaluations; under several seeds, the first."""
-    by_cell = {}
+    run_of_cell = {}
     for run_id in reversed(run_ids):
         with contextlib.suppress(BadInput):  # rows that somebody else logged
             cell = cells.read(run_id)
-            by_cell[f"{cell.variant}:{cell.scheme}"] = run_id
-    declared = {stage.stage: stage.cell for stage in recipe.promote.declared}
-    earned = {stage: by_cell[cell] for stage, cell in declared.items() if cell in by_cell}
-    if earned:
-        _print("", "promote", {"stage": ",".join(earned), "cell": ",".join(earned.values())})
+            run_of_cell[f"{cell.variant}:{cell.scheme}"] = run_id
+
+    cell_of_stage = {stage.stage: stage.cell for stage in recipe.promote.declared}
+    run_of_stage = {stage: run_of_cell[cell] for stage, cell in cell_of_stage.items() if cell in run_of_cell}
+    if run_of_stage:
+        _print("", "promote", {"stage": ",".join(run_of_stage), "cell": ",".join(run_of_stage.values())})
 
 
 def promoted(name: str, stage: str) -> None:
@@ -91,8 +100,10 @@ def promoted(name: str, stage: str) -> None:
 
 def serving(name: str, stage: str) -> dict[str, str]:
     """Return the options with which `serve` serves a stage of a registered model."""
-    shipped = recipes.Recipe().model
-    return {"stage": stage} | ({} if name == shipped else {"registered_name": name})
+    options = {"stage": stage}
+    if name != recipes.Recipe().model:  # the shipped model, which `serve` serves by default
+        options["registered_name"] = name
+    return options
 
 
 def _listed(models: Mapping[str, str]) -> str:
@@ -100,7 +111,8 @@ def _listed(models: Mapping[str, str]) -> str:
 
 
 def _print(result: str, step: str, options: Mapping[str, str]) -> None:
-    if not runs.is_launched():
-        if result:
-            click.echo(result)
-        click.echo(f"Next, with the same settings:\n{process.command(step, options)}")
+    if runs.is_launched():
+        return
+    if result:
+        click.echo(result)
+    click.echo(f"Next, with the same settings:\n{process.command(step, options)}")

@@ -18,15 +18,17 @@ def own(recipe: Recipe, path: Path, variant: str, scheme: str, *, parent: str, *
         "models:/m-…" and the digest.
     """
     digest = checkpoint.digest(path)
-    return _log(recipe, path, digest, variant, scheme, move=True, metadata={"parent": parent, **facts}), digest
+    uri = _log(recipe, path, digest, variant, scheme, move=True, metadata={"parent": parent, **facts})
+    return uri, digest
 
 
 def given(recipe: Recipe, address: str, weights: checkpoint.Checkpoint, variant: str, scheme: str) -> str:
-    """Return the store's address of a user's checkpoint, which is copied there unless it is known by its digest."""
+    """Return the store's address of a user's checkpoint; it is copied there unless the store has its digest."""
     if address.startswith("models:/m-"):
         return address
-    if (known := models.find(weights.digest, _chat(recipe))) is not None:
-        return known
+    logged_address = models.find(weights.digest, _chat(recipe))
+    if logged_address is not None:
+        return logged_address
     origin = str(Path(address).resolve()) if Path(address).is_dir() else address
     return _log(recipe, weights.path, weights.digest, variant, scheme, move=False, metadata={"source": origin})
 
@@ -34,11 +36,21 @@ def given(recipe: Recipe, address: str, weights: checkpoint.Checkpoint, variant:
 def _log(
     recipe: Recipe, path: Path, digest: str, variant: str, scheme: str, *, move: bool, metadata: dict[str, object]
 ) -> str:
-    facts = {"digest": digest, "variant": variant, "scheme": scheme, "task": tasks.label(recipe.task)}
-    metadata |= {models.CHAT: _chat(recipe)} if recipe.chat.template_kwargs else {}
-    uri, _ = models.log_checkpoint(path, name=f"{variant}-{scheme}", **facts, move=move, metadata=metadata)
+    if recipe.chat.template_kwargs:
+        metadata = metadata | {models.CHAT: _chat(recipe)}
+    uri, _ = models.log_checkpoint(
+        path,
+        name=f"{variant}-{scheme}",
+        digest=digest,
+        variant=variant,
+        scheme=scheme,
+        task=tasks.label(recipe.task),
+        move=move,
+        metadata=metadata,
+    )
     return uri
 
 
 def _chat(recipe: Recipe) -> str:
+    """Return the variables of the chat template: the same weights under others are another model in the store."""
     return recipe.flat("chat")["chat.template_kwargs"]

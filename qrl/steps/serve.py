@@ -1,4 +1,9 @@
-"""Serve a registered stage: resolve it once, check it, and hand it to an engine."""
+"""Serve a registered stage: resolve it once, check it, and hand it to an engine.
+
+With `--follow` a stage is resolved again every few seconds. The engine of a newer version starts next to the old one
+and takes over once it answers. `qrl.serve` knows neither the registry nor MLflow, so callbacks resolve versions here,
+and print and log each move.
+"""
 
 import itertools
 import json
@@ -41,7 +46,7 @@ def serve(
     """Serve the version at a stage until Ctrl-C; print version and address once it answers.
 
     The engine starts first: it imports its libraries while the stage is resolved, and loads weights while they are
-    hashed.
+    hashed, so that a check of every byte costs no time.
 
     Args:
         recipe: gives the registered model, the device and the dtype.
@@ -66,33 +71,47 @@ def serve(
         engine = engines.default(recipe.device)
     memory = check_options(engine, stage, memory, follow_s, drain_s)
     write = rotating(Path(log)) if log else None
-    start = partial(process.Engine, engine, api_key, shares=follow_s is not None, write=write)
+    follows = follow_s is not None
+    start = partial(process.Engine, engine, api_key, shares=follows, write=write)
+
     with start() as child:
         version, model = check(recipe, stage, host=host, port=port)
         check_kv([version.scheme], engine)
         check_gpus(recipe.evaluate.tensor_parallel, engine, model.device)
-        if follow_s is not None:  # ids that stay when the stage moves: `qrl-tiny@awq`, and `qrl-tiny@Production`, say
+        model = replace(
+            model, gpus=recipe.evaluate.tensor_parallel, memory=memory, cache_gib=recipe.evaluate.kv_cache_gib
+        )
+        if follows:
+            # Clients keep an id that stays when the stage moves, such as `qrl-tiny@awq` or `qrl-tiny@Production`.
             aliases = dict.fromkeys(engines.served_id(version.name, alias) for alias in (version.stage, stage))
             model = replace(model, aliases=tuple(aliases))
-        sizes = {"memory": memory, "cache_gib": recipe.evaluate.kv_cache_gib}
-        model = replace(model, gpus=recipe.evaluate.tensor_parallel, **sizes)
-        params = {"stage": stage, "registered": version.name, "version": version.version, "engine": engine}
-        params |= {"device": model.device, "unpacked": engines.unpacks(engine, model.path, model.device)}
 
-        def ready(address: str) -> None:
+        is_unpacked = engines.unpacks(engine, model.path, model.device)
+        params = {
+            "stage": stage,
+            "registered": version.name,
+            "version": version.version,
+            "engine": engine,
+            "device": model.device,
+            "unpacked": is_unpacked,
+        }
+
+        def announce(address: str) -> None:
             seconds = {f"serve/{key}_s": value for key, value in child.seconds().items()}
             seconds[names.SERVE_READY] = time.time() - signals.started()
             click.echo(f"Serving {version} with {engine} at {address} as model '{model.id}'; Ctrl-C stops it.")
-            _print_notes(address, model, stage, follow_s, params["unpacked"])
+            _print_notes(address, model, stage, follow_s, is_unpacked)
             contents.note({}, seconds, step=0)
 
         with runs.step("serve", params=params, tags={names.TAG_DIGEST: version.digest}):
-            if follow_s is None:
-                server.run(child, model, host, port, on_ready=ready)
-            else:
-                limits = {"every_s": follow_s} | ({} if drain_s is None else {"drain_s": drain_s})
-                followed = replace(_followed(version, model, start, recipe.promote.require_signature), **limits)
-                follow.run(child, model, host, port, followed, on_ready=ready)
+            if not follows:
+                server.run(child, model, host, port, on_ready=announce)
+                return
+            followed = _followed(version, model, start, recipe.promote.require_signature)
+            followed = replace(followed, every_s=follow_s)
+            if drain_s is not None:
+                followed = replace(followed, drain_s=drain_s)
+            follow.run(child, model, host, port, followed, on_ready=announce)
 
 
 def check_options(
@@ -117,8 +136,8 @@ def check_options(
     if engine != engines.VLLM:
         raise BadInput("--follow loads the next version beside the old one under vLLM: add --engine vllm.")
     if memory is not None and memory > follow.MEMORY:
-        most = f"each with at most {follow.MEMORY} of its memory, but --gpu-memory-utilization is {memory}"
-        raise BadInput(f"--follow keeps two engines on one GPU for a while, {most}: give {follow.MEMORY} or less.")
+        limit = f"each with at most {follow.MEMORY} of its memory, but --gpu-memory-utilization is {memory}"
+        raise BadInput(f"--follow keeps two engines on one GPU for a while, {limit}: give {follow.MEMORY} or less.")
     return memory or follow.MEMORY
 
 
@@ -129,63 +148,66 @@ def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[versions
         BadInput: the stage is unknown or has no version, or the port is in use.
         GateRefused, QrlError: the version did not pass its gate, or its files are gone.
     """
-    public = signing.trusted(recipe.promote.require_signature)
+    public_keys = signing.trusted(recipe.promote.require_signature)
     store.prepare()
     version = registry.resolve(registry.registered_name(recipe), stage)
     path = versions.admit(version)
     server.check_port(host, port)
-    verify = partial(versions.whole, version, path, public)
+    verify = partial(versions.whole, version, path, public_keys)
     device = devices.choose(recipe.device)
     model = ServedModel(version.name, version.version, path, verify, device, recipe.evaluate.dtype)
     return version, replace(model, **_rendering(version))
 
 
 def _rendering(version: versions.Version) -> dict[str, Any]:
-    """Return what an engine needs to answer as the evaluation did, beside the checkpoint."""
+    """Return what an engine needs besides the checkpoint to answer as it did in the evaluation."""
     return {"chat": version.chat, "kv_fp8": version.scheme.endswith(names.KV_FP8)}
 
 
-def _print_notes(address: str, model: ServedModel, stage: str, follow_s: float | None, unpacked: bool) -> None:
-    if unpacked:
+def _print_notes(address: str, model: ServedModel, stage: str, follow_s: float | None, is_unpacked: bool) -> None:
+    if is_unpacked:
         click.echo("Unpacked  vLLM's 4-bit CPU kernel needs AVX512, which this CPU lacks: it computes in float32.")
     if model.aliases:
         click.echo(f"Follows   stage {stage}, checked every {follow_s:g} s; '{model.aliases[0]}' is its version now.")
     messages = [{"role": "user", "content": "…"}]
-    asked = {"model": (*model.aliases, model.id)[0], "messages": messages, "temperature": 0}
-    body = json.dumps(asked, ensure_ascii=False)
+    model_id = model.aliases[0] if model.aliases else model.id
+    request = {"model": model_id, "messages": messages, "temperature": 0}
+    body = json.dumps(request, ensure_ascii=False)
     click.echo(f"Try it    curl {address}/chat/completions -H 'Content-Type: application/json' -d '{body}'")
 
 
 def _followed(
-    first: versions.Version, model: ServedModel, start: Callable[[], process.Engine], required: str
+    first: versions.Version, model: ServedModel, start: Callable[[], process.Engine], required_signature: str
 ) -> follow.FollowedStage:
     """Return the stage as the registry knows it, with callbacks that print and log its moves."""
-    public = signing.trusted(required)
-    moves, digests, serving = itertools.count(1), {first.version: first.digest}, model.path
+    public_keys = signing.trusted(required_signature)
+    log_steps = itertools.count(1)
+    digests = {first.version: first.digest}
+    serving_path = model.path
+
+    def present_version() -> int:
+        return registry.resolve(first.name, first.stage).version
 
     def admit(number: int) -> ServedModel:
-        fetched.release(besides=serving)  # no engine drains while a version is admitted
+        fetched.release(besides=serving_path)  # no engine drains while a version is admitted
         version = replace(registry.resolve(first.name, number), stage=first.stage)  # checks the gate of this stage only
         path = versions.admit(version)
         digests[number] = version.digest
-        verify = partial(versions.whole, version, path, public)
+        verify = partial(versions.whole, version, path, public_keys)
         return replace(model, version=number, path=path, verify=verify, **_rendering(version))
 
-    def on_switch(new: ServedModel, sentence: str) -> None:
-        nonlocal serving
-        serving = new.path
+    def on_switch(new_model: ServedModel, sentence: str) -> None:
+        nonlocal serving_path
+        serving_path = new_model.path
         click.echo(sentence)
-        tags = {names.TAG_SERVING: new.id, names.TAG_DIGEST: digests[new.version]}
-        contents.note(tags, {names.SERVE_VERSION: new.version}, step=next(moves))
+        tags = {names.TAG_SERVING: new_model.id, names.TAG_DIGEST: digests[new_model.version]}
+        contents.note(tags, {names.SERVE_VERSION: new_model.version}, step=next(log_steps))
 
     def on_notice(sentence: str) -> None:
         click.echo(f"qrl: {sentence}", err=True)
 
     def on_refusal(number: int, sentence: str) -> None:
         on_notice(sentence)
-        contents.note({names.TAG_REFUSED: sentence}, {names.SERVE_REFUSED: number}, step=next(moves))
+        contents.note({names.TAG_REFUSED: sentence}, {names.SERVE_REFUSED: number}, step=next(log_steps))
 
-    def version() -> int:
-        return registry.resolve(first.name, first.stage).version
-
-    return follow.FollowedStage(start, version, admit, on_switch, on_refusal, on_notice)
+    return follow.FollowedStage(start, present_version, admit, on_switch, on_refusal, on_notice)

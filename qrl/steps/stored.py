@@ -1,4 +1,8 @@
-"""Answers that an earlier run of a cell left in the store, also one that was void: other limits judge them again."""
+"""Answers that an earlier run of a cell left in the store, to be judged again.
+
+Answers depend on fewer settings than the result does: limits of health decide whether a cell counts, not what the model
+writes. So the answers of a void cell are kept too, and other limits judge them without generating them again.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,9 @@ from qrl.tracking import contents, reuse
 if TYPE_CHECKING:
     from mlflow.entities import Run
 
-_OF_THE_RUN = ("seed", "question_seed", names.ENGINE, names.SETTINGS, names.PROMPT_HASH)  # added to the rows as logged
-_OF_THE_CELL = ("weights", "prompt_hash", "questions")  # added to the receipt
+# `steps.evaluate` adds these when it logs answers; they are removed when answers are read back.
+_COLUMNS_OF_RUN = ("seed", "question_seed", names.ENGINE, names.SETTINGS, names.PROMPT_HASH)
+_RECEIPT_OF_CELL = ("weights", "prompt_hash", "questions")
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,9 @@ class Answers:
         """Return the answers as they were graded."""
         import pandas as pd
 
-        frame = health.unmarked(pd.read_parquet(self.rows)).drop(columns=list(_OF_THE_RUN))
+        frame = health.unmarked(pd.read_parquet(self.rows)).drop(columns=list(_COLUMNS_OF_RUN))
         receipt = json.loads(contents.artifact(self.run_id, names.RECEIPT).read_text(encoding="utf-8"))
-        for name in _OF_THE_CELL:
+        for name in _RECEIPT_OF_CELL:
             receipt.pop(name)
         return Asked(frame, self.run.data.metrics[names.TOKENS_PER_S], frame[names.DTYPE].iloc[0], receipt)
 
@@ -62,11 +67,12 @@ class Answers:
         """Return the rates of these answers, and which of a recipe's limits they break."""
         frame = self.read().frame
         rates = health.rates(frame)
-        return FullPrecision(rates, tuple(health.problems(rates, settings, len(frame))))
+        problems = health.problems(rates, settings, len(frame))
+        return FullPrecision(rates, tuple(problems))
 
 
 def answers(key: str) -> Answers | None:
-    """Return the newest answers with this key in the active experiment whose rows are as they were sealed."""
+    """Return the newest answers with this key in the active experiment that have the rows that were sealed."""
     for run in reuse.answered(key):
         try:
             rows = contents.artifact(run.info.run_id, names.QUESTIONS)

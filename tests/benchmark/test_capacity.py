@@ -18,7 +18,11 @@ from qrl.errors import QrlError
 from qrl.recipe import Benchmark
 
 ROOT = Path(qrl.__file__).parents[1]
-ROUNDS, REQUESTS, SERVERS, SERVICE_S, LIMIT_S = 4, 2000, 4, 0.5, 1.0
+ROUNDS = 4
+REQUESTS = 2000
+SERVERS = 4
+SERVICE_S = 0.5
+LIMIT_S = 1.0
 
 
 def rounds(rate: float, service_s: float = SERVICE_S) -> list[dict]:
@@ -26,15 +30,25 @@ def rounds(rate: float, service_s: float = SERVICE_S) -> list[dict]:
     results = []
     for seed in range(ROUNDS):
         arrivals = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, REQUESTS))
-        free, ends = [0.0] * SERVERS, []
+        free_times = [0.0] * SERVERS  # of each server
+        ends = []
         for arrival in arrivals:
-            ends.append(max(arrival, heapq.heappop(free)) + service_s)
-            heapq.heappush(free, ends[-1])
+            ends.append(max(arrival, heapq.heappop(free_times)) + service_s)
+            heapq.heappush(free_times, ends[-1])
         latency_ms = (np.array(ends) - arrivals) * 1000
         p50, p95 = np.quantile(latency_ms, (0.5, 0.95))
-        made = {"output_throughput": 64 * REQUESTS / ends[-1], "request_throughput": REQUESTS / ends[-1]}
-        made |= {"p50_e2el_ms": p50, "p95_e2el_ms": p95, "p50_ttft_ms": p50 / 4, "failed": 0}
-        results.append(made | {"completed": REQUESTS, "num_prompts": REQUESTS})
+        results.append(
+            {
+                "output_throughput": 64 * REQUESTS / ends[-1],
+                "request_throughput": REQUESTS / ends[-1],
+                "p50_e2el_ms": p50,
+                "p95_e2el_ms": p95,
+                "p50_ttft_ms": p50 / 4,
+                "failed": 0,
+                "completed": REQUESTS,
+                "num_prompts": REQUESTS,
+            }
+        )
     return results
 
 
@@ -47,32 +61,32 @@ def test_the_search_finds_the_rate_at_which_a_queue_breaks_the_limit():
     found = measured()
     assert [point.rate for point in found.points] == sorted(point.rate for point in found.points)
     low, high = found.bounds
-    assert low <= found.held <= high < SERVERS / SERVICE_S  # beyond it the queue grows without bound
-    tried = [point.rate for point in found.points]
-    above = tried[tried.index(found.held) + 1]
-    assert above / found.held == pytest.approx(2 ** (1 / 8))
+    assert low <= found.requests_per_s <= high < SERVERS / SERVICE_S  # beyond it the queue grows without bound
+    rates = [point.rate for point in found.points]
+    above = rates[rates.index(found.requests_per_s) + 1]
+    assert above / found.requests_per_s == pytest.approx(2 ** (1 / 8))
     assert found.at_limit.latency_p95_s.estimate <= LIMIT_S
     broken = capacity.point(above, rounds(above))
     assert broken.latency_p95_s.estimate > LIMIT_S
-    assert len(tried) == math.ceil(math.log2(found.held)) + 1 + capacity.REFINEMENTS
+    assert len(rates) == math.ceil(math.log2(found.requests_per_s)) + 1 + capacity.REFINEMENTS
 
 
 def test_a_slow_server_is_asked_less_and_one_that_never_holds_is_named():
     slow = measured(service_s=0.99 * LIMIT_S * 20, limit_s=LIMIT_S * 20)
-    assert 0 < slow.held < 0.25 and slow.points[0].rate < 1
+    assert 0 < slow.requests_per_s < 0.25 and slow.points[0].rate < 1
     never = measured(limit_s=0.01)
-    assert never.held == 0 and never.at_limit is None
+    assert never.requests_per_s == 0 and never.at_limit is None
     assert never.text.startswith("below ")
     assert capacity.metrics(never)["serve/capacity_per_s"] == 0
 
 
 def test_a_server_that_falls_behind_does_not_hold_its_rate_although_its_latency_is_small():
     late = [result | {"request_throughput": 5.0} for result in rounds(6.0)]
-    assert not capacity.point(6.0, late).kept_up and capacity.point(6.0, rounds(6.0)).kept_up
+    assert not capacity.point(6.0, late).keeps_up and capacity.point(6.0, rounds(6.0)).keeps_up
 
 
 def test_failed_requests_do_not_count_as_fast():
-    assert not capacity.point(3.0, [result | {"failed": 1} for result in rounds(3.0)]).kept_up
+    assert not capacity.point(3.0, [result | {"failed": 1} for result in rounds(3.0)]).keeps_up
     with pytest.raises(QrlError, match="completed no request of a round at 3 a second"):
         capacity.point(3.0, [result | {"completed": 0} for result in rounds(3.0)])
 
@@ -86,24 +100,26 @@ def short(rate: float, latency_s: float) -> list[dict]:
 
 
 def test_a_server_without_a_queue_holds_any_rate_within_the_limit_and_none_beyond_it():
-    asked = []
+    measured_rates = []
 
     def measure(rate: float) -> capacity.Point:
-        asked.append(rate)
+        measured_rates.append(rate)
         return capacity.point(rate, short(rate, latency_s=3.0))
 
-    assert max(point.rate for point in capacity.search(measure, 5.0) if point.kept_up) == capacity.MOST
-    asked.clear()
-    assert len(capacity.search(measure, 2.0)) == len(asked) == 2  # half the rate takes as long: it is not the queue
+    assert max(point.rate for point in capacity.search(measure, 5.0) if point.keeps_up) == capacity.LARGEST_RATE
+    measured_rates.clear()
+    assert (
+        len(capacity.search(measure, 2.0)) == len(measured_rates) == 2
+    )  # half the rate takes as long: it is not the queue
 
 
 def test_every_round_has_other_arrivals_and_enough_of_them(tmp_path):
-    def asked(load: dict) -> dict[str, str]:
+    def options_of(load: dict) -> dict[str, str]:
         settings = Benchmark(new_tokens=9, requests=4, round_s=20)
         words = http.options("http://h:1", "m@1", tmp_path / "p", tmp_path, load, settings, tmp_path / "r.json")
         return dict(itertools.pairwise(words))
 
-    first, second = (asked({"round": number, "rate": 2.5}) for number in (0, 1))
+    first, second = (options_of({"round": number, "rate": 2.5}) for number in (0, 1))
     assert (first["--request-rate"], first["--num-prompts"]) == ("2.5", "50")
     assert first["--seed"] != second["--seed"] and "--max-concurrency" not in first
 
@@ -113,7 +129,7 @@ def test_table_and_figure_give_limit_rounds_and_n(tmp_path):
     table = capacity.markdown(both)
     assert "base · awq" in table and "2.00" in table
     assert f"{LIMIT_S:g} s" in table and f"over {ROUNDS} rounds" in table and f"n = {ROUNDS * REQUESTS}" in table
-    assert both[1].held > both[0].held
+    assert both[1].requests_per_s > both[0].requests_per_s
     figures.capacities(both, tmp_path / "capacity.png")
     assert (tmp_path / "capacity.png").read_bytes().startswith(b"\x89PNG")
 

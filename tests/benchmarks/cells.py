@@ -5,6 +5,7 @@
 
 import resource
 import time
+from functools import partial
 
 import click
 
@@ -18,13 +19,16 @@ from qrl.steps import answers, evaluate
 @click.option("--n", type=int, default=768, help="Questions a cell.")
 def main(processes: int, cells: int, n: int) -> None:
     process.settle()
-    settings, stored = recipe.load("tiny"), ("qrl-tiny", checkpoint.check(tiny.PATH))
+    settings = recipe.load("tiny")
+    weights = checkpoint.check(tiny.PATH)
+    stored = ("qrl-tiny", weights, weights.digest)
     questions = tasks.load("arithmetic", "heldout", n, 0)
     cell = evaluate.Evaluation(settings, "base", "full", *stored, questions[:2], "cpu")
-    evaluate._ask(cell, lambda count: None)  # imports what every process uses
+    answer = partial(evaluate._ask, evaluate.cells.Engines())
+    answer(cell, lambda count: None)  # imports what every process uses
     asked = [evaluate.Evaluation(settings, f"v{i}", "full", *stored, questions, "cpu") for i in range(cells)]
     began, used = time.perf_counter(), _cpu()
-    with answers.in_processes(evaluate._ask, asked, processes) as ask:
+    with answers.in_processes(answer, asked, processes) as ask:
         digests = {ask(each, lambda count: None).receipt["completions"] for each in asked}
     wall, cpu = time.perf_counter() - began, _cpu() - used
     print(f"{processes} processes, {cells} cells, n = {n}: wall {wall:.1f} s, CPU {cpu:.1f} s, {digests.pop()[:12]}")

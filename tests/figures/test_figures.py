@@ -3,6 +3,8 @@
 import base64
 import gzip
 import json
+import warnings
+from types import SimpleNamespace
 
 import matplotlib.image
 import numpy as np
@@ -11,9 +13,11 @@ import pytest
 import scipy.stats
 
 from qrl import compare, figures, plan
+from qrl.benchmark.summary import Line
 from qrl.figures import canvas, cards, comparison, heatmaps, rewards
 from qrl.figures import divergence as of_behaviour
 from qrl.figures import weights as of_weights
+from qrl.stats import Estimate
 from qrl.steps import compare as steps_compare
 
 COUNTS = {
@@ -114,8 +118,8 @@ def test_the_proxys_error_is_read_by_either_name(tmp_path):
     figures.layer_error(other, tmp_path / "error.png")
     figures.movement(other, tmp_path / "movement.png")
     figures.weights_page(other, pd.DataFrame(), pd.DataFrame(), tmp_path / "weights.html")
-    drawn, _, _ = unpacked(tmp_path / "weights.html")
-    assert drawn["figure0"]["title"].startswith("3-bit error") and drawn["figure0"]["data"][0]["z"][0][0] == 1.5
+    plots, _, _ = unpacked(tmp_path / "weights.html")
+    assert plots["figure0"]["title"].startswith("3-bit error") and plots["figure0"]["data"][0]["z"][0][0] == 1.5
     assert "3 bits" in of_weights.error_finding(other, ["base", "grpo"])
 
 
@@ -138,29 +142,29 @@ def divergences(layers=4):
 def unpacked(path):
     """Return a page's figures by name, its text, and the library embedded in it."""
     text = path.read_text()
-    drawn = json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])
+    plots = json.loads(text.partition('type="application/json">')[2].partition("</script>")[0])
     packed = text.partition('type="text/plain">')[2].partition("</script>")[0]
-    return drawn, text.replace(packed, ""), gzip.decompress(base64.b64decode(packed)).decode()
+    return plots, text.replace(packed, ""), gzip.decompress(base64.b64decode(packed)).decode()
 
 
 def test_the_page_needs_nothing_else_and_holds_the_numbers(tmp_path):
     figures.weights_page(measured(), stored(), pd.DataFrame(), tmp_path / "weights.html")
-    drawn, text, library = unpacked(tmp_path / "weights.html")
+    plots, text, library = unpacked(tmp_path / "weights.html")
     assert len(library) > 1e6 and "newPlot" in library
     assert "src=" not in text and "<link" not in text and "http" not in text
-    assert len(drawn) == 4 + 1 + 1 + 6 and all(f'<div id="{name}" data-figure' in text for name in drawn)
-    titles = [figure["title"] for figure in drawn.values()]
+    assert len(plots) == 4 + 1 + 1 + 6 and all(f'<div id="{name}" data-figure' in text for name in plots)
+    titles = [figure["title"] for figure in plots.values()]
     assert "nf4: codes that changed, %" in titles
-    assert "model.layers.2.mlp.up_proj.weight" in drawn["figure4"]["data"][0]["text"]
+    assert "model.layers.2.mlp.up_proj.weight" in plots["figure4"]["data"][0]["text"]
     assert [path.name for path in tmp_path.iterdir()] == ["weights.html"]
 
 
 def test_a_name_ends_no_script_of_the_page(tmp_path):
     name = "<!--<script>model</script>"
     figures.weights_page(measured().assign(tensor=name), stored(), pd.DataFrame(), tmp_path / "weights.html")
-    drawn, text, _ = unpacked(tmp_path / "weights.html")
+    plots, text, _ = unpacked(tmp_path / "weights.html")
     assert "<!--" not in text and text.count("<script") == text.count("</script>") == 3
-    assert name in drawn["figure4"]["data"][0]["text"]
+    assert name in plots["figure4"]["data"][0]["text"]
 
 
 @pytest.fixture
@@ -181,7 +185,7 @@ def test_the_report_of_a_study_holds_all_of_it(tmp_path, table):
     notes = ["Warning: grpo: Storing in bf16 rounds <96 %> of the update away.", "And more."]
     study = figures.Study(table, {"Model": "<b>mine</b>", "Commit": ""}, sizes, gates, **tables, notes=notes)
     figures.report(study, tmp_path / "report.html")
-    drawn, text, _ = unpacked(tmp_path / "report.html")
+    plots, text, _ = unpacked(tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 2.5e6
     assert "<li>Warning: grpo: Storing in bf16 rounds &lt;96 %&gt; of the update away.</li>" in text
     parts = (
@@ -199,26 +203,26 @@ def test_the_report_of_a_study_holds_all_of_it(tmp_path, table):
     assert "<h1>" in text and "&lt;b&gt;mine&lt;/b&gt;" in text and "Commit" not in text
     assert "75 % saved" in text and "version 7, base · full" in text and "refused awq" in text
     assert text.count('<article class="card') == 4 + 2  # two variants under two quantized schemes, two gates
-    assert len(drawn) == 2 + 2 + 5 + 7 + 4
+    assert len(plots) == 2 + 2 + 5 + 7 + 4
     cell = table["nf4"]["cells"]["grpo"]
-    dots = next(trace for trace in drawn["figure1"]["data"] if trace["name"] == "grpo")
+    dots = next(trace for trace in plots["figure1"]["data"] if trace["name"] == "grpo")
     assert dots["y"][dots["x"].index("nf4")] == cell["accuracy"]
     assert dots["error_y"]["array"][dots["x"].index("nf4")] == pytest.approx(cell["high"] - cell["accuracy"])
     survival = table["awq"]["gain_survival"]
-    row = next(trace for trace in drawn["figure0"]["data"] if trace["y"] == ["grpo · awq"])
+    row = next(trace for trace in plots["figure0"]["data"] if trace["y"] == ["grpo · awq"])
     assert (
         row["x"] == [survival["estimate"]]
         and row["text"][0].startswith("lost: ")
         and "gain survival −0.120 [" in row["text"][0]
     )
-    assert drawn["figure0"]["layout"]["shapes"][-1]["x0"] == -table["awq"]["others"]["my own"]["margin"]
+    assert plots["figure0"]["layout"]["shapes"][-1]["x0"] == -table["awq"]["others"]["my own"]["margin"]
 
 
 def test_a_report_leaves_out_what_is_missing(tmp_path, table):
     figures.report(figures.Study({"full": table["full"]}), tmp_path / "small.html")
-    drawn, text, _ = unpacked(tmp_path / "small.html")
+    plots, text, _ = unpacked(tmp_path / "small.html")
     assert "What the answers rest on" not in text
-    assert len(drawn) == 1 and "no quantized scheme" in text and "Gates" not in text
+    assert len(plots) == 1 and "no quantized scheme" in text and "Gates" not in text
     figures.report(figures.Study(table, weights=measured()), tmp_path / "weights.html")
     assert len(unpacked(tmp_path / "weights.html")[0]) == 2 + 5
 
@@ -310,10 +314,28 @@ def test_each_seeds_own_value_is_a_stroke(tmp_path):
     steps_compare.write(compare.from_questions(frame), tmp_path)
     table = json.loads((tmp_path / "table.json").read_text())
     figures.report(figures.Study(table), tmp_path / "report.html")
-    drawn = unpacked(tmp_path / "report.html")[0]["figure0"]["data"]
-    strokes = next(trace for trace in drawn if trace.get("marker", {}).get("symbol") == "line-ns")
-    own = [seed["gain_survival"]["estimate"] for seed in table["nf4"]["per_seed"].values()]
-    assert strokes["x"] == own and len(own) == 3 and strokes["text"][2].startswith("seed 2: ")
+    traces = unpacked(tmp_path / "report.html")[0]["figure0"]["data"]
+    strokes = next(trace for trace in traces if trace.get("marker", {}).get("symbol") == "line-ns")
+    survivals = [seed["gain_survival"]["estimate"] for seed in table["nf4"]["per_seed"].values()]
+    assert strokes["x"] == survivals and len(survivals) == 3 and strokes["text"][2].startswith("seed 2: ")
+
+
+def test_where_both_models_answer_nothing_right_there_is_no_ratio(tmp_path):
+    counts = {
+        "n": 10000,
+        "base": {"full": 4000, "int8": 0, "nf4": 10},
+        "grpo": {"full": 6000, "int8": 0, "nf4": 0},
+        "mine": {"full": 5000, "int8": 100, "nf4": 10},
+    }
+    table = written_table(tmp_path, counts)
+    figures.report(figures.Study(table), tmp_path / "report.html")
+    text = unpacked(tmp_path / "report.html")[1]
+    rows = text.partition("<th>difference in log-odds</th>")[2].partition("</table>")[0].split("<tr>")
+    defined = {
+        row.partition("<td>")[2].partition("</td>")[0]: "not defined" not in row for row in rows if "<td>" in row
+    }
+    assert defined == {"grpo · nf4": True, "mine · nf4": True, "grpo · int8": False, "mine · int8": True}
+    assert next(row for row in rows if "grpo · int8" in row).count("<td>not defined</td>") == 2
 
 
 NEW_KEYS = ("headline", "gain_kept", "gain_survival_bounds", "remarks", "all_lost", "more_than_half_kept")
@@ -334,10 +356,13 @@ def test_an_older_table_is_shown_with_its_own_meaning_of_lost(tmp_path):
 
 def drawn_survival(tmp_path, monkeypatch, counts):
     """Return the panel of survival.png."""
-    drawn, finish = [], comparison.finish
-    monkeypatch.setattr(comparison, "finish", lambda figure, *rest: (finish(figure, *rest), drawn.append(figure)))
+    saved_figures = []
+    finish = comparison.finish
+    monkeypatch.setattr(
+        comparison, "finish", lambda figure, *rest: (finish(figure, *rest), saved_figures.append(figure))
+    )
     figures.survival(compare.from_counts(counts), tmp_path / "survival.png")
-    return drawn[0].axes[0]
+    return saved_figures[0].axes[0]
 
 
 def test_the_forest_plot_shades_what_a_gain_survival_means(tmp_path, monkeypatch):
@@ -393,16 +418,16 @@ def test_many_variants_and_schemes_are_drawn(tmp_path):
     assert is_picture(tmp_path / "matrix.png") and is_picture(tmp_path / "survival.png")
 
 
-@pytest.mark.parametrize("asked", [{}, {"n": 1000}, {"effect": 0.05}])
-def test_a_plan_is_drawn(tmp_path, asked):
-    made = plan.make(plan.Assumptions(gain=0.1), **asked)
-    figures.chances(made, tmp_path / "plan.png")
+@pytest.mark.parametrize("options", [{}, {"n": 1000}, {"effect": 0.05}])
+def test_a_plan_is_drawn(tmp_path, options):
+    planned = plan.make(plan.Assumptions(gain=0.1), **options)
+    figures.chances(planned, tmp_path / "plan.png")
     assert is_picture(tmp_path / "plan.png")
 
 
 def test_a_plan_of_several_runs_is_drawn(tmp_path):
-    made = plan.make(plan.Assumptions(gain=0.1, between_gain=0.01, between_survival=0.01), effect=0.05)
-    figures.chances(made, tmp_path / "plan.png")
+    planned = plan.make(plan.Assumptions(gain=0.1, between_gain=0.01, between_survival=0.01), effect=0.05)
+    figures.chances(planned, tmp_path / "plan.png")
     assert is_picture(tmp_path / "plan.png")
 
 
@@ -427,20 +452,21 @@ def test_training_is_drawn_with_whatever_was_logged(tmp_path, steps):
 
 
 def test_probes_are_drawn_over_steps_with_their_intervals(tmp_path, monkeypatch):
-    drawn, finish = [], rewards.finish
-    monkeypatch.setattr(rewards, "finish", lambda figure, *rest: (finish(figure, *rest), drawn.append(figure)))
+    saved_figures = []
+    finish = rewards.finish
+    monkeypatch.setattr(rewards, "finish", lambda figure, *rest: (finish(figure, *rest), saved_figures.append(figure)))
     history = pd.DataFrame({"step": range(1, 21), "reward": np.linspace(0.6, 0.7, 20)})
     probes = pd.DataFrame(
         {"step": [0, 10, 20], "accuracy": [0.5, 0.6, 0.7], "low": [0.4, 0.5, 0.6], "high": [0.6, 0.7, 0.8], "n": 96}
     )
     figures.training(history, tmp_path / "with.png", probes=probes)
     figures.training(history, tmp_path / "without.png", probes=probes.head(0))
-    titles = [[axes.get_title(loc="left") for axes in figure.axes] for figure in drawn]
+    titles = [[axes.get_title(loc="left") for axes in figure.axes] for figure in saved_figures]
     assert titles == [
         ["mean reward (share right)", "held-out accuracy (n = 96 probe questions; bars: 95 %)"],
         ["mean reward (share right)"],
     ]
-    points, (caps, bars) = drawn[0].axes[1].containers[0][0], drawn[0].axes[1].containers[0][1:]
+    points, (caps, bars) = saved_figures[0].axes[1].containers[0][0], saved_figures[0].axes[1].containers[0][1:]
     assert points.get_ydata().tolist() == [0.5, 0.6, 0.7] and len(caps) == 2 and len(bars[0].get_segments()) == 3
 
 
@@ -450,14 +476,54 @@ def test_training_without_rewards_is_refused(tmp_path):
 
 
 def test_a_long_title_stays_above_the_maps(tmp_path, monkeypatch):
-    drawn, finish = [], heatmaps.finish
-    monkeypatch.setattr(heatmaps, "finish", lambda figure, *rest: (finish(figure, *rest), drawn.append(figure)))
+    saved_figures = []
+    finish = heatmaps.finish
+    monkeypatch.setattr(heatmaps, "finish", lambda figure, *rest: (finish(figure, *rest), saved_figures.append(figure)))
     figures.schemes(
         pd.concat([stored(), stored().query("scheme == 'nf4'").assign(scheme="gptq", relative_mse=0.0271)]),
         tmp_path / "three.png",
     )
-    title, below = drawn[0]._suptitle.get_window_extent(), drawn[0].axes[0].title.get_window_extent()
-    assert drawn[0]._suptitle.get_text().count("\n") == 2 and title.y0 > below.y1
+    title, below = saved_figures[0]._suptitle.get_window_extent(), saved_figures[0].axes[0].title.get_window_extent()
+    assert saved_figures[0]._suptitle.get_text().count("\n") == 2 and title.y0 > below.y1
+
+
+def test_a_label_of_two_hundred_characters_leaves_space_for_the_panel(tmp_path):
+    variant = f"{'v' * 197}-1"
+    scheme = f"{'s' * 198}-2"
+    counts = {
+        "n": 10000,
+        "base": {"full": 6800, scheme: 6500},
+        variant: {"full": 8200, scheme: 7950},
+        f"{variant}b": {"full": 8200, scheme: 7950},
+    }
+    found = compare.from_counts(counts)
+    renamed = {"variant": {"grpo": variant}, "scheme": {"nf4": scheme}}
+    value = Estimate(0.1, 0.01, 0.08, 0.12, 100)
+    lines = [Line(name, scheme, "vllm 9.9", 4, 8, value, value, value, value, 1) for name in ("base", variant)]
+    row = SimpleNamespace(cell=(variant, scheme), accuracy=value, error=value)
+    ranked = SimpleNamespace(rows=[row, row], runs=1, shown=" · ".join)
+    methods = [SimpleNamespace(name=f"{i}{variant}", loss={scheme: value}) for i in range(3)]
+    by_size = SimpleNamespace(methods=methods, parameters={scheme: 10**6}, n=100, over="questions")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # matplotlib warns if labels leave no space for a panel
+        figures.matrix(found, tmp_path / "matrix.png")
+        figures.survival(found, tmp_path / "survival.png")
+        figures.layer_error(weights().replace(renamed), tmp_path / "error.png")
+        figures.spread(measured().replace(renamed), tmp_path / "spread.png")
+        figures.movement(measured().replace(renamed), tmp_path / "movement.png")
+        figures.schemes(stored().replace(renamed), tmp_path / "schemes.png")
+        figures.behaviour(divergences().replace(renamed), tmp_path / "behaviour.png")
+        figures.speeds(lines, tmp_path / "speeds.png")
+        figures.methods(ranked, "A title", tmp_path / "methods.png")
+        figures.sizes(by_size, "A title", tmp_path / "sizes.png")
+    assert all(is_picture(path) for path in tmp_path.iterdir()) and len(list(tmp_path.iterdir())) == 10
+
+
+def test_a_shortened_label_keeps_both_of_its_ends():
+    assert canvas.shortened("grpo · awq") == "grpo · awq"
+    labels = [canvas.shortened(f"{'a-long-name-' * 20}{number}") for number in (1, 2)]
+    assert labels[0] != labels[1] and {len(label) for label in labels} == {canvas.LABEL_CHARACTERS}
+    assert labels[0].startswith("a-long-name-") and "…" in labels[0] and labels[0].endswith("1")
 
 
 def test_an_interval_is_never_broken_across_lines():
@@ -482,7 +548,7 @@ def test_titles_say_what_the_numbers_say():
     assert "2 % less than before" in of_weights.error_finding(weights(0.98), ["base", "grpo"])
     assert "as much as before" in of_weights.error_finding(weights(1.0001), ["base", "grpo"])
     few = pd.DataFrame({"step": [1, 2, 3], "reward": [0.8, 0.45, 0.81]})
-    assert rewards.reward_found(few) == "Training reward over 3 steps: too few for an interval"
+    assert rewards.reward_finding(few) == "Training reward over 3 steps: too few for an interval"
     noise = np.tile([0.4, 0.6], 8)
     for shift, verb in (
         (0.5, "rises: +0.500 [+0.3"),
@@ -490,6 +556,6 @@ def test_titles_say_what_the_numbers_say():
         (0.0, "does not change significantly: 0.000 [−0.1"),
     ):
         moved = pd.DataFrame({"step": range(1, 17), "reward": noise + shift * np.repeat([0, 1], 8)})
-        assert rewards.reward_found(moved).startswith(f"Training reward {verb}")
+        assert rewards.reward_finding(moved).startswith(f"Training reward {verb}")
     level = pd.DataFrame({"step": range(1, 17), "reward": 0.5})
-    assert "does not change significantly" in rewards.reward_found(level)
+    assert "does not change significantly" in rewards.reward_finding(level)

@@ -31,14 +31,14 @@ def ask(cell: str, progress: answers.Progress) -> tuple[str, int]:
 
 
 def test_every_cell_is_answered_elsewhere_with_its_progress():
-    seen: dict[str, list[int]] = {"a": [], "b": [], "c": []}
-    with answers.in_processes(ask, list(seen), 2) as wait:
-        told = [wait(cell, seen[cell].append) for cell in seen]
-    assert [cell for cell, _ in told] == ["a", "b", "c"] and os.getpid() not in {pid for _, pid in told}
-    assert {sum(counted) for counted in seen.values()} == {3}
+    progress: dict[str, list[int]] = {"a": [], "b": [], "c": []}
+    with answers.in_processes(ask, list(progress), 2) as wait:
+        results = [wait(cell, progress[cell].append) for cell in progress]
+    assert [cell for cell, _ in results] == ["a", "b", "c"] and os.getpid() not in {pid for _, pid in results}
+    assert {sum(counts) for counts in progress.values()} == {3}
     assert not multiprocessing.active_children()
-    with answers.in_processes(ask, ["a"], 1) as here:
-        assert here is ask
+    with answers.in_processes(ask, ["a"], 1) as ask_here:
+        assert ask_here is ask
 
 
 @pytest.mark.parametrize(("cell", "error", "words"), [("bad", BadInput, "cannot be"), ("killed", QrlError, "memory")])
@@ -62,11 +62,13 @@ def test_one_process_per_thread_answers_small_models(monkeypatch):
 def test_a_cell_has_the_same_answers_wherever_it_is_asked():
     settings = recipe.load("tiny", {"evaluate.max_new_tokens": "8"})
     questions = tasks.load("arithmetic", "heldout", 8, 0)
-    stored = ("qrl-tiny", checkpoint.check(tiny.PATH))
+    weights = checkpoint.check(tiny.PATH)
+    stored = ("qrl-tiny", weights, weights.digest)
     cells = [evaluate.Evaluation(settings, variant, "full", *stored, questions, "cpu") for variant in ("base", "grpo")]
-    answer = partial(evaluate._ask, evaluate.Engines())
+    answer = partial(evaluate._ask, evaluate.cells.Engines())
     with answers.in_processes(answer, cells, 2) as wait:
-        there = [wait(cell, lambda n: None) for cell in cells]
-    here = answer(cells[0], lambda n: None)
-    assert {asked.receipt["completions"] for asked in (*there, here)} == {here.receipt["completions"]}
-    assert there[1].frame["variant"].unique() == ["grpo"]
+        from_processes = [wait(cell, lambda n: None) for cell in cells]
+    from_here = answer(cells[0], lambda n: None)
+    receipts = [cell_answers.receipt["completions"] for cell_answers in (*from_processes, from_here)]
+    assert set(receipts) == {from_here.receipt["completions"]}
+    assert from_processes[1].frame["variant"].unique() == ["grpo"]
