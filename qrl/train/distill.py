@@ -68,7 +68,7 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
         server.check(teacher, job)
 
 
-def known(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, settings: Train) -> dict[str, str]:
+def startup_warnings(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, settings: Train) -> dict[str, str]:
     """Return what is known of a distillation before its first step, as sentences by the name of their warning."""
     if base.digest != teacher.digest or settings.qat != "none":
         return {}

@@ -428,7 +428,7 @@ UNHEEDED = {
     ],
 )
 def test_a_wide_or_unmeasured_gap_is_told_before_the_first_step(settings, train, told):
-    known = checks.known(settings, train)
+    known = checks.startup_warnings(settings, train)
     assert known.keys() == told.keys() and all(re.search(told[name], known[name]) for name in told)
 
 
