@@ -133,7 +133,7 @@ def _broken(path: Path) -> str | None:
         for file in weights:
             if not header.read(file):
                 return f"{file.name} holds no weights"
-        for name in (*sharded.optimizer_files(step(path)), "scheduler.pt", *states):
+        for name in (sharded.optimizer_file(), "scheduler.pt", *states):
             if (bad := zipfile.ZipFile(path / name).testzip()) is not None:
                 return f"{name} holds a damaged {bad}"
     except (OSError, ValueError, zipfile.BadZipFile, BadInput) as error:

@@ -7,7 +7,6 @@ they end with it, however it ends. Under `torchrun` or `accelerate launch` all a
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import socket
 import subprocess
@@ -36,14 +35,7 @@ CONFIGURATIONS: Mapping[str, Mapping[str, str]] = {  # what `accelerate launch` 
         "FSDP_RESHARD_AFTER_FORWARD": "true",
         "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
     },
-    "zero3": {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-    },
 }
-DEEPSPEED = "deepspeed==0.19.8"
 _GRACE_S = 20  # for the first process to notice a failure
 _LAST = 2000  # bytes of a process's output in which its sentence is
 
@@ -64,8 +56,6 @@ def check(settings: Train, device: str, gpus: int | None = None) -> None:
     if _launched() and gpus is None:
         _check_launched(device)
     chosen, count = settings.parallel, settings.processes
-    if chosen == "zero3" or process.zero():
-        _check_zero3(settings)
     if settings.teacher_placement == "sharded" and chosen == "none" and process.world_size() == 1:
         where = "train.teacher_placement = sharded spreads the teacher over several processes, but one trains"
         raise BadInput(f"{where}: set train.parallel = ddp, or leave it out.")
@@ -86,24 +76,6 @@ def check(settings: Train, device: str, gpus: int | None = None) -> None:
         there = f"{'this machine has' if here else 'cluster.yaml asks for'} {gpus} GPU{'s' * (gpus != 1)}"
         remedy = "lower it, or leave it out" if here else "raise steps.train.gpus, or lower it"
         raise BadInput(f"{wanted} needs {count or 2} GPUs, but {there}: {remedy}.")
-
-
-def _check_zero3(settings: Train) -> None:
-    """Raise BadInput if DeepSpeed is not installed, or would divide anything but a model that is trained whole.
-
-    In bf16 it keeps fp32 masters in its optimizer, so that what is saved would be their rounded copies.
-    """
-    fields = (("method", settings.method, "full"), ("qat", settings.qat, "none"), ("dtype", settings.compute, "fp32"))
-    for key, chosen, only in fields:
-        if chosen != only:
-            raise BadInput(f"DeepSpeed (zero3) is for train.{key} = {only}, but it is {chosen}: use fsdp2.")
-    if settings.teacher:
-        raise BadInput("DeepSpeed (zero3) distils from no teacher, but train.teacher is set: use fsdp2.")
-    if importlib.util.find_spec("deepspeed") is None:
-        raise BadInput(
-            f"train.parallel = zero3 needs DeepSpeed, which this environment lacks: uv pip install --python "
-            f"{sys.executable} {DEEPSPEED}; or use fsdp2, which divides weights, gradients and optimizer states too."
-        )
 
 
 @contextmanager

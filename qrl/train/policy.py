@@ -61,7 +61,7 @@ def resident(settings: Train, parameters: int, teacher: int = 0) -> dict[str, fl
     """
     shares = {"process": 1, "sharded": process.world_size(), "server": math.inf}[settings.teacher_placement]
     scores = {TEACHER: _STORED[settings.compute] * teacher / shares} if teacher else {}
-    if process.zero() or os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+    if os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
         return scores
     held = parameters / (process.world_size() if process.sharded() else 1)
     if settings.adapter:

@@ -348,12 +348,6 @@ def test_too_little_free_memory_is_refused_before_any_weight_is_loaded(settings,
     assert ("train.teacher_placement = server" in str(refused.value)) == bool(counted)
 
 
-def test_what_is_not_known_of_deepspeed_is_not_counted(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (24 * GIB, 80 * GIB))
-    memory.check(VLLM, Train(), GIB)
-
-
 def test_an_engine_sleeps_where_a_teacher_leaves_too_little(monkeypatch):
     student, card = SimpleNamespace(parameters=lambda: iter([torch.nn.Parameter(torch.empty(2**20))])), 80 * 2**20
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=card))

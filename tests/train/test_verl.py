@@ -212,7 +212,6 @@ def test_an_adapter_is_verls_adapter(tmp_path):
         {"train.qat": "int4"},
         {"train.algorithm": "sft"},
         {"train.parallel": "ddp"},
-        {"train.parallel": "zero3"},
         {"train.num_iterations": "2"},
         {"train.method": "qlora"},
         {"train.schedule": "linear"},

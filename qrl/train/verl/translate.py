@@ -115,7 +115,6 @@ REFUSED: Mapping[str, str] = {  # our key → why any value but the default is r
 }
 REFUSED_VALUES: Mapping[tuple[str, str], str] = {  # our key and value → why
     ("train.parallel", "ddp"): "verl divides the weights over the GPUs, and keeps no whole copies: fsdp2 does so too",
-    ("train.parallel", "zero3"): "verl has no DeepSpeed: fsdp2 divides the same",
     ("train.schedule", "linear"): "verl has constant and cosine",
     ("train.loss", "bnpo"): "verl averages over all tokens of a step, not of a micro-batch: dapo does so too",
     ("train.scale_rewards", "batch"): "verl divides by a group's standard deviation, or by none",
