@@ -10,7 +10,7 @@ from typing import Any
 from qrl import names, process
 from qrl.errors import BadInput
 from qrl.formats import groups
-from qrl.recipe import Quantize
+from qrl.recipe import Quantize, Recipe, rules
 
 TASK, ROLLOUTS = "task", "rollouts"  # sources of calibration texts; anything else is a file
 GPTQ = {names.GPTQ: None, names.GPTQ_INT3: 3, names.GPTQ_INT2: 2}  # bits; None: the recipe chooses
@@ -115,11 +115,8 @@ def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
     if scheme not in names.QUANTIZED_SCHEMES:
         expected = ", ".join(names.QUANTIZED_SCHEMES)
         raise BadInput(f"There is no scheme '{scheme}' to quantize to: expected one of {expected}.")
-    if scheme == names.RTN_FILE and recipe.format is None:
-        raise BadInput(f"Scheme {scheme} rounds in the format of a file: set quantize.format to FILE.yaml.")
-    if scheme == names.AWQ and recipe.calibration == ROLLOUTS:
-        unable = "Scheme awq runs in AutoAWQ's own environment, whose transformers cannot run the policy"
-        raise BadInput(f"{unable} for its rollouts: use scheme awq-ct, or quantize.calibration=task.")
+    # A command may name a scheme that is not one of the recipe's.
+    rules.check(Recipe(quantize=recipe.model_copy(update={"schemes": (scheme,)})), rules.QUANTIZING)
     chosen = {name: getattr(recipe, name) if scheme in users else None for name, users in CHOICES.items()}
     defaults = {"group_size": FIXED_GROUP.get(scheme), "symmetric": SYMMETRIC.get(scheme), "bits": GPTQ.get(scheme)}
     chosen |= {name: value for name, value in defaults.items() if chosen[name] is None}

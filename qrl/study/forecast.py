@@ -1,51 +1,19 @@
-"""How long a study will take, from the speed of the base's trial, and how much memory it needs, by arithmetic."""
+"""How long a study will take, from the speed of the base's trial, and how much memory is free for it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl import checkpoint
 from qrl.recipe import Recipe
+from qrl.train.footprint import Shape
 
 if TYPE_CHECKING:
     from qrl.study.trial import Trial
 
-_STORED = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "nf4": 0.53}  # bytes per parameter, scales included
-_TRAINED = 16  # bytes per parameter of fp32 weights, gradients and AdamW's two moments
-_ACTIVATIONS = 17  # values kept per token, layer and hidden unit for the backward pass (arXiv 2205.05198, without s²)
-_LOGITS = 3  # copies of the logits: their values, the softmax, the gradient
 _CGROUP = Path("/sys/fs/cgroup")  # a container's limit of memory
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's sizes, from config.json and the headers of its weights."""
-
-    parameters: int
-    layers: int
-    hidden: int
-    vocabulary: int
-    cached: int  # values per token and layer in the key-value cache
-    positions: int | None  # longest text in tokens; None where config.json does not say, or scales them
-
-    @classmethod
-    def of(cls, path: Path) -> Shape:
-        """Return the sizes of a checkpoint; those that config.json does not name count as 0."""
-        config = checkpoint.config(path)
-        hidden, heads = config.get("hidden_size") or 0, config.get("num_attention_heads") or 1
-        size = (config.get("num_key_value_heads") or heads) * (config.get("head_dim") or hidden // heads)
-        return cls(
-            sum(entry.numel for entry in checkpoint.entries(path).values()),
-            config.get("num_hidden_layers") or 0,
-            hidden,
-            config.get("vocab_size") or 0,
-            2 * size,
-            checkpoint.positions(path),
-        )
 
 
 def seconds(trial: Trial, recipe: Recipe, shape: Shape, missing: Mapping[str, int]) -> dict[str, float]:
@@ -78,29 +46,6 @@ def seconds(trial: Trial, recipe: Recipe, shape: Shape, missing: Mapping[str, in
     if cells := missing.get("evaluate"):
         parts["evaluate"] = cells * answers(trial.heldout * asked.samples, asked.batch_size, longest)
     return parts
-
-
-def memory(recipe: Recipe, shape: Shape, prompt: float) -> tuple[float, float]:
-    """Return the bytes that training needs for weights and optimizer, and for everything at its peak.
-
-    Args:
-        recipe: its `train` section.
-        shape: of the model.
-        prompt: length of a prompt, in tokens.
-
-    Source: activations as in Korthikanti et al., arXiv 2205.05198, table 2, less what fused attention saves.
-    """
-    train = recipe.train
-    width = _STORED[train.compute]
-    weights = shape.parameters * (_STORED[train.storage] if train.adapter else _TRAINED)
-    weights += shape.parameters * (4.0 if train.beta and not train.adapter else 0.0)
-    text, batch = prompt + train.max_completion_tokens, train.prompts_per_step * train.generations
-    micro = min(train.micro_batch, batch)
-    layers = 1 + 2 * shape.layers / _ACTIVATIONS if train.gradient_checkpointing else shape.layers
-    activations = micro * text * shape.hidden * _ACTIVATIONS * layers * width
-    logits = micro * train.max_completion_tokens * shape.vocabulary * _LOGITS * 4
-    cache = batch * text * shape.layers * shape.cached * width
-    return weights, weights + max(activations + logits, cache)
 
 
 def free_bytes(device: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import nlargest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,16 +12,15 @@ from qrl import checkpoint, cluster, names, source, tasks
 from qrl import recipe as recipes
 from qrl.errors import Objections
 from qrl.formats.kind import FEW_BITS
-from qrl.recipe import Recipe
+from qrl.recipe import Recipe, rules
 from qrl.study import auto
 from qrl.study.launch import DryRun
 
 if TYPE_CHECKING:
-    from qrl.study.forecast import Shape
     from qrl.study.trial import Trial
+    from qrl.train.footprint import Shape
 
 LAST_STEPS = 3  # diagnose, compare and promote, which a `DryRun` does not reach
-LONGEST = 50  # questions whose length is checked: those with the most characters
 _ANYWAY = "To start the study anyway, add --yes (with mlflow run: -P yes=true)."
 
 
@@ -65,28 +63,25 @@ def check(
 
 def _check_settings(recipe: Recipe, overrides: dict[str, str], beside: Sequence[str], found: Objections) -> None:
     """Look at what settings and files say by themselves."""
-    from qrl import evaluate
     from qrl.quantize import settings as choices
     from qrl.registry import signing
     from qrl.steps import inputs
     from qrl.study import report
     from qrl.tasks import prompt
-    from qrl.train import reward, verl
+    from qrl.train import reward
 
     found.check(signing.keys, recipe.promote)
     found.check(tasks.check, recipe.task)
     found.check(prompt.check, recipe.task, recipe.prompt)
-    found.check(evaluate.kv_schemes, recipe)
+    found.check(rules.check, recipe)
     quantized, qat = recipe.quantize, recipe.train.qat
     unheeded = found.check(choices.unheeded, quantized, quantized.schemes, overrides, beside, qat) or []
-    report.warn(unheeded + evaluate.unheeded(recipe.evaluate) + _unstored(recipe, beside))
+    report.warn(unheeded + rules.warnings(recipe) + _unstored(recipe, beside))
     packed = recipe.evaluate.engine == "vllm" and not recipe.evaluate.unpacked
     if packed and (few := set(FEW_BITS) & {*recipe.quantize.schemes, *beside}):
         listed = ", ".join(sorted(few))
         remedy = "set evaluate.unpacked=true, or evaluate.engine=transformers"
         found.add(f"vLLM has no kernel for {listed}: {remedy}.")
-    if recipe.train.trainer == "verl":
-        found.check(verl.check_recipe, recipe.train, recipe.rollout, recipe.watch)
     found.check(reward.check, recipe.train, ())
     if recipe.data:  # what is wrong with it is said before an environment is asked for
         found.check(inputs.trained, recipe)
@@ -110,20 +105,16 @@ def _check_base(recipe: Recipe, found: Objections) -> str:
 def _check_machine(recipe: Recipe, device: str, found: Objections) -> None:
     """Look at whether this machine, or the cluster's nodes, can train and evaluate as the recipe says."""
     from qrl import evaluate
-    from qrl.train import parallel, rollout, verl
+    from qrl.train import Machine, trainers
 
     nodes = cluster.chosen()
     gpus = {step: nodes.resources(step).gpus if nodes else None for step in ("train", "evaluate")}
     if nodes and (several := nodes.resources("train").nodes) > 1:
         gpus["train"] *= several
-    found.check(parallel.check, recipe.train, device, gpus["train"])
-    if recipe.train.trainer == "verl":
-        shared = nodes.processes() if nodes else 1
-        count = max(shared, parallel.processes(recipe.train, device, gpus["train"]))
-        found.check(verl.check_gpus, recipe.train, count)
+    machine = Machine(device, gpus["train"], nodes.processes() if nodes else 1)
+    found.check(trainers.check_machine, recipe.train, recipe.rollout, machine)
     asked_of = (recipe.evaluate.tensor_parallel, recipe.evaluate.engine, device, gpus["evaluate"])
     found.check(evaluate.check_gpus, *asked_of)
-    found.check(rollout.check, recipe.rollout, device, recipe.train)
 
 
 def _smaller(name: str, recipe: Recipe) -> str:
@@ -197,6 +188,7 @@ def rehearse(
             base's answers are unhealthy or all wrong.
     """
     from qrl.study import forecast, trial
+    from qrl.train import footprint
 
     found = Objections() if objections is None else objections
     answered = ahead is not None and f"{names.BASE}:{names.FULL}" not in ahead.missing.get("evaluate", ())
@@ -208,7 +200,7 @@ def rehearse(
     if answered or ahead is None:
         return
     base = source.locate(recipe.model)
-    shape = forecast.Shape.of(base)
+    shape = footprint.Shape.of(base)
     nodes = cluster.chosen()
     if nodes and device == "cuda" and not nodes.resources("main").gpus:
         click.echo(
@@ -220,7 +212,7 @@ def rehearse(
     engines = {recipe.evaluate.engine, recipe.rollout.engine}
     if device == "cpu" and engines == {"transformers"} and recipe.model in source.SHIPPED:
         click.echo(f"      time: {_estimated(made, recipe, shape, ahead, methods)}", err=True)
-    needed = forecast.memory(recipe, shape, made.frame["prompt_tokens"].max())
+    needed = footprint.needed(recipe.train, shape, made.frame["prompt_tokens"].max())
     weights, peak, free = map(forecast.size, (*needed, made.free))
     sizes = f"about {peak} for training, {weights} of it for weights and optimizer; {free} are free"
     click.echo(f"      memory: {sizes}", err=True)
@@ -274,7 +266,7 @@ def _without_room(recipe: Recipe, found: Objections) -> list[str]:
     from qrl.engine import hf
     from qrl.quantize import settings as choices
     from qrl.steps import inputs
-    from qrl.tasks import prompt
+    from qrl.tasks import lengths, prompt
     from qrl.tasks import rows as task_rows
 
     base = source.locate(recipe.model)
@@ -285,8 +277,7 @@ def _without_room(recipe: Recipe, found: Objections) -> list[str]:
         "held-out": (inputs.evaluated, "evaluate.max_new_tokens", recipe.evaluate.max_new_tokens),
     }
     for kind, (questions, key, answer) in asked.items():
-        longest = nlargest(LONGEST, questions(recipe), key=lambda question: len(question.question))
-        length = max(len(prompt.render(tokens, question.question, template)) for question in longest)
+        length = lengths.longest_prompt(tokens, questions(recipe), template)
         if positions and length + answer > positions:
             wrong = f"A {kind} prompt of {length:,} tokens and {key} = {answer:,} exceed the model's {positions:,}"
             remedy = f"set {key} to at most {positions - length:,}" if positions > length else "remove long questions"
@@ -297,9 +288,8 @@ def _without_room(recipe: Recipe, found: Objections) -> list[str]:
             seeded = recipe.model_copy(update={"seed": settings.seed})
             chosen = inputs.questions(seeded, "train", settings.samples)
             task_rows.check_count(len(chosen), settings.samples, f"The task {recipe.task}")
-            longest = nlargest(LONGEST, chosen, key=lambda question: len(question.question + question.solution))
-            texts = [prompt.training_text(tokens, question, template) for question in longest]
-            if (length := max(map(len, tokens(texts, add_special_tokens=False)["input_ids"]))) > settings.max_tokens:
+            length = lengths.longest_solution(tokens, chosen, template)
+            if length > settings.max_tokens:
                 allowed = f"quantize.calibration_max_tokens is {settings.max_tokens:,}: raise it"
                 found.add(f"A calibration text has {length:,} tokens, question and solution, but {allowed}.")
             break  # the other schemes have the same texts

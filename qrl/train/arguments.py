@@ -18,29 +18,15 @@ SAME = ("num_iterations", "importance_sampling_level", "epsilon", "epsilon_high"
 
 
 def check(settings: Train, questions: int) -> None:
-    """Raise BadInput if a step's batch does not fit processes, questions, rewards or saving; loads no weight."""
+    """Raise BadInput if a step's batch does not fit processes or questions; loads no weight."""
     world = process.world_size()
     check_batch(settings, world)
     if questions < settings.prompts_per_step:
         drawn = f"a step draws train.prompts_per_step = {settings.prompts_per_step} different ones"
         raise BadInput(f"There are {questions} training questions, but {drawn}: give more questions, or lower it.")
-    weights, rewards = len(settings.reward_weights), f"{len(settings.rewards)} rewards ({', '.join(settings.rewards)})"
-    if weights not in (0, len(settings.rewards)):
-        raise BadInput(f"train.reward_weights has {weights} numbers for {rewards}: give one per reward, or none.")
     if settings.max_resamples and world > 1:
         remedy = "leave it out, or start the step without torchrun or accelerate launch"
         raise BadInput(f"train.max_resamples = {settings.max_resamples} works in one process, not {world}: {remedy}.")
-    if settings.teacher_placement != "process" and not settings.teacher:
-        what = f"train.teacher_placement = {settings.teacher_placement} has no effect without train.teacher"
-        raise BadInput(f"{what}: leave it out, or name a teacher.")
-    if settings.teacher_placement != "server" and settings.teacher_server != Train().teacher_server:
-        what = f"train.teacher_server = {settings.teacher_server} has no effect"
-        raise BadInput(f"{what}: set train.teacher_placement = server, or leave it out.")
-    if settings.save_every % settings.num_iterations:
-        raise BadInput(
-            f"train.save_every = {settings.save_every} is no multiple of train.num_iterations = "
-            f"{settings.num_iterations}, but training cannot resume within a batch of completions: choose a multiple."
-        )
 
 
 def check_batch(settings: Train, world: int, each: str = "processes") -> None:

@@ -51,7 +51,7 @@ def check(settings: Train, device: str, gpus: int | None = None) -> None:
     """Check that this machine, or nodes of a cluster with `gpus`, can train as `train.parallel` says; loads nothing.
 
     Raises:
-        BadInput: there are too few GPUs, or the device or the method does not allow it.
+        BadInput: there are too few GPUs, or the device does not allow it.
     """
     if _launched() and gpus is None:
         _check_launched(device)
@@ -60,8 +60,6 @@ def check(settings: Train, device: str, gpus: int | None = None) -> None:
         where = "train.teacher_placement = sharded spreads the teacher over several processes, but one trains"
         raise BadInput(f"{where}: set train.parallel = ddp, or leave it out.")
     if chosen == "none":
-        if count is not None:
-            raise BadInput(f"train.processes = {count} has no effect without train.parallel: set it to ddp or fsdp2.")
         return
     if chosen == "fsdp2" and device == "cpu":
         raise BadInput("train.parallel = fsdp2 shards over GPUs, but this run's device is the CPU: use ddp, or GPUs.")

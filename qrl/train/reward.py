@@ -23,19 +23,11 @@ _CHECKED = 2  # solutions that a reward of the user's is tried on before the run
 
 
 def check(settings: Train, questions: Sequence[tasks.Question]) -> None:
-    """Raise BadInput if a setting of a reward has no effect, or if a function of the user's fails on solutions.
+    """Raise BadInput if a function of the user's cannot be loaded, or fails on solutions.
 
     Args:
         questions: to try the functions on; none only loads them.
     """
-    length, limit = settings.soft_overlong_tokens, settings.max_completion_tokens
-    if length is not None and "soft_overlong" not in settings.rewards:
-        remedy = "add soft_overlong to train.rewards, or leave it out"
-        raise BadInput(f"train.soft_overlong_tokens = {length} has no effect without that reward: {remedy}.")
-    if length is not None and length > limit:
-        raise BadInput(
-            f"train.soft_overlong_tokens = {length} exceeds train.max_completion_tokens = {limit}: lower it."
-        )
     for path in own.files("", settings.rewards):
         own.read(path)
     for name in filter(_is_own, settings.rewards):

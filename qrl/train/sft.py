@@ -12,48 +12,42 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Train
 from qrl.tasks import prompt
-from qrl.train import arguments, loop, policy, trl_private
-from qrl.train.job import Job, Trained
+from qrl.train import arguments, footprint, loop, policy, rollout, trl_private
+from qrl.train.job import Job, Machine, Trained
 from qrl.train.monitor import metrics
 
-_OF_OTHERS = ("qat", "method")
 
-
-def check(base: checkpoint.Checkpoint, job: Job) -> None:
+def check(job: Job, machine: Machine) -> None:
     """Check that this training is possible, before any weight is loaded.
 
     Raises:
-        BadInput: the base is quantized, weights are to be quantized or an adapter trained, a watcher is to stop the
-            training, several processes train, weights and optimizer do not fit into memory, a question has no worked
-            solution, or a step's batch does not fit.
+        BadInput: the base is quantized, several processes train, weights and optimizer do not fit into memory, a
+            question has no worked solution, or a step's batch does not fit.
     """
-    settings = job.settings
+    settings, base = job.settings, checkpoint.check(job.base)
     if base.quantization:
         raise BadInput(f"{base.path} is stored in {base.quantization}: training starts from full-precision weights.")
-    for name in _OF_OTHERS:
-        if getattr(settings, name) != (default := type(settings).model_fields[name].default):
-            what = f"train.algorithm = sft trains all weights in full precision, but train.{name}"
-            raise BadInput(f"{what} = {getattr(settings, name)}: set it to {default}.")
-    if others := set(job.watch.stop) - {"probe"}:
-        reason = f"train.algorithm = sft has no rewards, which watch.stop = {', '.join(sorted(others))} reads"
-        raise BadInput(f"{reason}: leave it out, or stop by the probe.")
+    rollout.check(job.rollout, machine.device, settings)
     if process.world_size() > 1:
         raise BadInput("train.algorithm = sft trains in one process: start without torchrun or accelerate launch.")
-    if unsolved := [question for question in job.questions if not question.solution.strip()]:
-        what = f"{len(unsolved)} of {len(job.questions)} training questions have no worked solution"
-        raise BadInput(f"{what}, which train.algorithm = sft trains on: the first is '{unsolved[0].question[:60]}'.")
-    tensors = checkpoint.entries(base.path)
-    policy.check(settings, tensors)
-    policy.check_memory(settings, policy.parameters(base), job.device)
+    unsolved = [question for question in job.questions if not question.solution.strip()]
+    if unsolved:
+        raise BadInput(
+            f"{len(unsolved)} of {len(job.questions)} training questions have no worked solution, which "
+            f"train.algorithm = sft trains on: the first is '{unsolved[0].question[:60]}'."
+        )
+    policy.check(settings, checkpoint.entries(base.path))
+    parameters = footprint.parameters(base)
+    footprint.check_total(settings, parameters, machine.device)
     arguments.check(_of_solutions(settings), len(job.questions))
+    if machine.device == "cuda":
+        rollout.check_memory(job.rollout, settings, parameters)
 
 
 def run(job: Job) -> Trained:
-    """Train on worked solutions, or resume a killed try; raise BadInput if `check` refuses the job."""
-    base = checkpoint.check(job.base)
-    check(base, job)
+    """Train on worked solutions, or resume a killed try; `check` accepts the job."""
     process.hush_transformers()
-    return loop.run(_make_trainer(job), job, base, metrics.SFT)
+    return loop.run(_make_trainer(job), job, checkpoint.check(job.base), metrics.SFT)
 
 
 def _make_trainer(job: Job):

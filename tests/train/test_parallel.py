@@ -12,6 +12,7 @@ import pytest
 
 from qrl import process, recipe
 from qrl.errors import BadInput, QrlError
+from qrl.recipe import rules
 from qrl.train import parallel
 from tests.train import pair
 
@@ -47,6 +48,7 @@ def child(words: str):
 def test_what_this_machine_cannot_do_is_refused_in_a_sentence(fields, device, gpus, words, monkeypatch):
     monkeypatch.setattr(parallel.devices, "gpus", lambda _device: gpus)
     with pytest.raises(BadInput, match=words):
+        rules.check_training(settings(**fields))
         parallel.check(settings(**fields), device)
 
 
@@ -175,7 +177,7 @@ from pathlib import Path
 from qrl import process
 process.settle()
 from qrl import tasks, tiny
-from qrl.recipe import Train
+from qrl.recipe import Train, rules
 from qrl.train import Job, grpo
 from qrl.train.qat import prepare
 

@@ -6,7 +6,7 @@ from qrl import process
 from qrl.engine import memory
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Rollout, Train
-from qrl.train import policy
+from qrl.train import footprint
 
 _ENGINE = "the rollout engine"
 _FOUR_BITS = ("int4", "nvfp4-a16")  # whose codes a colocated engine can hold
@@ -28,16 +28,18 @@ def check(settings: Rollout, train: Train, parameters: int, teacher: int = 0) ->
         BadInput: less memory is free than these take at once.
     """
     free, total = torch.cuda.mem_get_info(process.local_rank())
-    held = policy.resident(train, parameters, teacher)
+    held = footprint.resident(train, parameters, teacher)
     engine = {} if train.algorithm == "sft" else _engine(settings, train.qat, parameters, total)
-    samples = {name: size for name, size in held.items() if name != policy.GRADIENTS} | engine
+    samples = {name: size for name, size in held.items() if name != footprint.GRADIENTS} | engine
     updates = held | (engine if settings.sleep == "off" else {})
     most = max(samples, updates, key=lambda parts: sum(parts.values()))
     if sum(most.values()) > free:
         parts = ", ".join(f"{name} {_gib(size)}" for name, size in most.items() if size)
         whole = _gib(sum(most.values()))
         ways = [_OTHERS, *([_less(settings)] if engine else ["take a smaller model"])]
-        ways += ["put the teacher behind a server (train.teacher_placement = server)"] * bool(most.get(policy.TEACHER))
+        ways += ["put the teacher behind a server (train.teacher_placement = server)"] * bool(
+            most.get(footprint.TEACHER)
+        )
         raise BadInput(
             f"Training would hold {whole} on the GPU at once ({parts}), but only {_gib(free)} of the GPU's "
             f"{_gib(total)} are free: {', or '.join(ways)}."

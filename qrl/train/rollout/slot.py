@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from qrl.errors import QrlError
-from qrl.recipe import Rollout, Train
 from qrl.train.rollout import sync, vllm_engine
 
 if TYPE_CHECKING:
@@ -23,23 +22,6 @@ if TYPE_CHECKING:
 NAME = "slot"  # of `rollout.adapter`
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes of a slot that vLLM has
 _ID = 1  # of the only adapter
-
-
-def unfit(settings: Rollout, train: Train) -> str:
-    """Return why the recipe's adapter cannot be in a slot, and what to set; empty if it can, or need not."""
-    rank = train.adapter_rank
-    reasons = {
-        "sends an adapter, but train.method = full trains all weights: set train.method = lora or qlora": (
-            not train.adapter
-        ),
-        "needs an engine in the training process, since a server is sent merged weights: set rollout.mode = colocate": (
-            settings.mode == "server"
-        ),
-        f"keeps the engine's base in full precision, but rollout.quantization = {settings.quantization} requantizes "
-        "merged weights at every sync: set rollout.quantization = none": settings.quantization != "none",
-        f"holds ranks up to {RANKS[-1]}, but train.lora_rank = {rank}: lower it": rank > RANKS[-1],
-    }
-    return next((reason for reason, holds in reasons.items() if holds and settings.adapter == NAME), "")
 
 
 def options(model: nn.Module) -> dict[str, Any]:

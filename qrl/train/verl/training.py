@@ -24,9 +24,9 @@ from qrl import checkpoint, tasks
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.formats import plain
-from qrl.tasks import prompt
+from qrl.tasks import lengths, prompt
 from qrl.train import arguments, grpo, parallel, policy, save
-from qrl.train.job import Job, Trained
+from qrl.train.job import Job, Machine, Trained
 from qrl.train.monitor.watchers import Watchers
 from qrl.train.verl import child, nodes, translate
 from qrl.workspace import written_whole
@@ -58,16 +58,17 @@ _LOOK_S = 1.0
 _PATIENCE_S = 300.0  # that verl has, after a failure of its engine, for its next step or for ending by itself
 
 
-def check(base: checkpoint.Checkpoint, job: Job) -> None:
+def check(job: Job, machine: Machine) -> None:
     """Check that verl can do this training, before any weight is loaded.
 
     Raises:
-        BadInput: a setting is refused, the GPUs do not divide a step, the base is not stored in bf16, or as for
-            `grpo.check`.
+        BadInput: the GPUs do not divide a step, the base is not stored in bf16, or as for
+            `grpo.check`, memory left aside.
     """
-    translate.check_recipe(job.settings, job.rollout, job.watch)
-    translate.check_gpus(job.settings, parallel.processes(job.settings, job.device))
-    grpo.check(base, job)
+    base = checkpoint.check(job.base)
+    parallel.check(job.settings, machine.device, machine.gpus)
+    translate.check_gpus(job.settings, parallel.processes(job.settings, machine.device, machine.gpus))
+    grpo.check_job(base, job, machine)
     if base.dtype != "bfloat16":
         raise BadInput(
             f"{base.path} is stored in {base.dtype}, but verl's merger writes bfloat16: convert it, or set "
@@ -97,13 +98,15 @@ def join(job: Job) -> None:
 def run(job: Job) -> Trained:
     """Train a checkpoint with verl, or resume a training that was killed.
 
+    Args:
+        job: one that `check` accepts.
+
     Raises:
-        BadInput: `check` refuses the job.
+        BadInput: verl cannot be imported.
         QrlError: verl or its engine failed; the sentence has the last error and the path of the whole output.
     """
     base = checkpoint.check(job.base)
     _ = base.digest  # which an adapter will name, whatever the folder holds by then
-    check(base, job)
     check_installed()
     began = time.perf_counter()
     resumed = newest(job.work)
@@ -154,7 +157,8 @@ def write_questions(job: Job) -> int:
         )
     with written_whole(job.work / translate.QUESTIONS) as file:
         pd.DataFrame(rows).to_parquet(file)
-    return max(len(prompt.render(tokens, item.question, job.template)) for item in job.questions)
+    # All are counted: verl refuses a prompt that is longer than its limit.
+    return lengths.longest_prompt(tokens, job.questions, job.template, counted=len(job.questions))
 
 
 def write_configuration(work: Path, made: Mapping[str, object]) -> None:
