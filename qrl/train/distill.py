@@ -94,8 +94,9 @@ def _check_vocabularies(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpo
 def _used_tokens(folder: Path) -> dict[str, int]:
     """Return the ids of tokens that texts hold: Llama 3.1 moved some that Llama 3 only reserves."""
     tokens = hf.tokenizer(folder)
-    special = {str(each) for each in tokens.added_tokens_decoder.values() if each.special}
-    unused = {each for each in special - set(tokens.all_special_tokens) if each not in str(tokens.chat_template)}
+    special = {str(token) for token in tokens.added_tokens_decoder.values() if token.special}
+    reserved = special - set(tokens.all_special_tokens)
+    unused = {token for token in reserved if token not in str(tokens.chat_template)}
     return {token: number for token, number in tokens.get_vocab().items() if token not in unused}
 
 
@@ -134,10 +135,10 @@ def _teacher(teacher: checkpoint.Checkpoint, job: Job) -> Teacher:
     """Return what scores, as `train.teacher_placement` says; the first process checks a server's model."""
     if job.settings.teacher_placement != "server":
         return local.Local(teacher.path, job.settings, job.device)
-    found = server.of(teacher, job.settings)
+    scoring_server = server.of(teacher, job.settings)
     if process.rank() == 0:
-        server.compare(teacher, found, functools.partial(divergence, reverse=0.0))
-    return found
+        server.compare(teacher, scoring_server, functools.partial(divergence, reverse=0.0))
+    return scoring_server
 
 
 def divergence(student: Tensor, teacher: Likeliest, *, reverse: float, temperature: float = 1.0) -> Tensor:
@@ -156,7 +157,7 @@ def divergence(student: Tensor, teacher: Likeliest, *, reverse: float, temperatu
     """
     target = teacher.scores.log_softmax(-1)
     # Gathered first: (N, V) in fp32, and its gradient, would be written and read for K of V columns.
-    own = (student.gather(-1, teacher.tokens).float() / temperature).log_softmax(-1)
-    forward_kl = kl_div(own, target, reduction="none", log_target=True).sum(-1)
-    reverse_kl = kl_div(target, own, reduction="none", log_target=True).sum(-1)
+    scores = (student.gather(-1, teacher.tokens).float() / temperature).log_softmax(-1)
+    forward_kl = kl_div(scores, target, reduction="none", log_target=True).sum(-1)
+    reverse_kl = kl_div(target, scores, reduction="none", log_target=True).sum(-1)
     return (1 - reverse) * forward_kl + reverse * reverse_kl

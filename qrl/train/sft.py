@@ -56,14 +56,18 @@ def _make_trainer(job: Job):
     settings, tokens = _of_solutions(job.settings), hf.tokenizer(job.base)
     texts = [_tokenized(tokens, question, job.template) for question in job.questions]
     order = trl_private.question_order(len(texts), settings.prompts_per_step, job.seed)
-    own = {"train_sampling_strategy": "sequential", "dataset_kwargs": {"skip_prepare_dataset": True}}
-    given = arguments.optimization(replace(job, settings=settings), settings.prompts_per_step)
+    optimization = arguments.optimization(replace(job, settings=settings), settings.prompts_per_step)
+    config = SFTConfig(
+        **optimization,
+        train_sampling_strategy="sequential",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        max_length=None,
+    )
+    rows = [texts[index] for index in islice(order, settings.steps * settings.prompts_per_step)]
     return SFTTrainer(
         model=policy.load(job.base, settings, job.device),
-        args=arguments.on_one_gpu(SFTConfig(**given, **own, max_length=None)),
-        train_dataset=arguments.dataset(
-            [texts[place] for place in islice(order, settings.steps * settings.prompts_per_step)]
-        ),
+        args=arguments.on_one_gpu(config),
+        train_dataset=arguments.dataset(rows),
         processing_class=tokens,
         callbacks=[metrics.callback(settings, job.log, metrics.SFT)],
     )
@@ -77,6 +81,7 @@ def _of_solutions(settings: Train) -> Train:
 
 def _tokenized(tokens, question, template) -> dict[str, list[int]]:
     """Return a question's prompt and solution with the end token, as ids, and the labels: the solution's alone."""
-    asked = prompt.render(tokens, question.question, template)
-    solved = tokens(question.solution + tokens.eos_token, add_special_tokens=False)["input_ids"]
-    return {"input_ids": asked + solved, "labels": [-100] * len(asked) + solved}
+    prompt_ids = prompt.render(tokens, question.question, template)
+    solution_ids = tokens(question.solution + tokens.eos_token, add_special_tokens=False)["input_ids"]
+    no_loss = [-100] * len(prompt_ids)
+    return {"input_ids": prompt_ids + solution_ids, "labels": no_loss + solution_ids}
