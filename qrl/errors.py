@@ -11,7 +11,7 @@ tag `qrl.reason`.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 PANIC = "PanicException"  # the name of what pyo3 raises, no Exception, where a library in Rust fails
@@ -49,6 +49,27 @@ class BadInput(QrlError):
 
     exit_code = 2
 
+    def __init__(
+        self, sentence: object = "", *, field: str = "", rule: str = "", causes: Sequence["BadInput"] = ()
+    ) -> None:
+        """Keep the sentence, and what a program needs to know of it.
+
+        Args:
+            sentence: for the user.
+            field: the recipe's key that is wrong, such as `train.qat`; empty where it is not one of the recipe's.
+            rule: the rule of `recipe/rules.py` that it breaks, by name; empty where it is another error.
+            causes: the errors that this one lists; empty where it is one by itself.
+        """
+        super().__init__(sentence)
+        self.field = field
+        self.rule = rule
+        self.causes = tuple(causes) or (self,)
+
+    @property
+    def rules(self) -> list[str]:
+        """Return the names of all rules that are broken, its own or those of the errors that it lists."""
+        return [cause.rule for cause in self.causes if cause.rule]
+
 
 class GateRefused(QrlError):
     """A gate refused a promotion."""
@@ -76,7 +97,12 @@ class Objections:
 
     def __init__(self) -> None:
         """Start without any."""
-        self.sentences: list[str] = []
+        self.errors: list[BadInput] = []
+
+    @property
+    def sentences(self) -> list[str]:
+        """Return what the user would be told, a sentence for each objection."""
+        return [str(error) for error in self.errors]
 
     def check(self, look: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T | None:
         """Return what `look` returns; keep the sentence of its BadInput and return None.
@@ -86,25 +112,27 @@ class Objections:
         try:
             return look(*arguments, **keywords)
         except BadInput as error:
-            self.add(str(error))
+            self.add(*error.causes)
         except Exception:
-            if not self.sentences:
+            if not self.errors:
                 raise
         return None
 
-    def add(self, *sentences: str) -> None:
-        """Keep sentences, each once."""
-        for sentence in sentences:
-            if sentence not in self.sentences:
-                self.sentences.append(sentence)
+    def add(self, *objections: BadInput | str) -> None:
+        """Keep objections, errors or only their sentences, each sentence once."""
+        for objection in objections:
+            error = objection if isinstance(objection, BadInput) else BadInput(objection)
+            if str(error) not in self.sentences:
+                self.errors.append(error)
 
     def insist(self) -> None:
         """Raise BadInput with all sentences; do nothing without any."""
-        if len(self.sentences) == 1:
-            raise BadInput(self.sentences[0])
-        if self.sentences:
-            items = [f"- {sentence}" for sentence in self.sentences]
-            raise BadInput("\n".join([f"{len(self.sentences)} things to correct:", *items]))
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            listed = [f"- {sentence}" for sentence in self.sentences]
+            heading = f"{len(listed)} things to correct:"
+            raise BadInput("\n".join([heading, *listed]), causes=self.errors)
 
 
 def first_line(error: BaseException) -> str:

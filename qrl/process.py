@@ -373,13 +373,8 @@ def nodes() -> int:
 
 
 def sharded() -> bool:
-    """Return whether each process holds only a part of the weights: `accelerate launch --use_fsdp`, or DeepSpeed."""
-    return zero() or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-
-
-def zero() -> bool:
-    """Return whether DeepSpeed's ZeRO divides this training, as with `accelerate launch --use_deepspeed`."""
-    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    """Return whether each process holds only a part of the weights, as with `accelerate launch --use_fsdp`."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 
 
 def file_digest(file: str | Path) -> str:

@@ -208,11 +208,11 @@ def evaluate_command(typed: Typed, settings, cells: str | None) -> None:
     qrl evaluate --cells base:full=FOLDER,base:nf4=FOLDER
     qrl evaluate --model FOLDER --task gsm8k --evaluate.n 500
     """
-    from qrl.evaluate import unheeded
+    from qrl.recipe import rules
     from qrl.steps import evaluate
     from qrl.study import report
 
-    report.warn(unheeded(settings.evaluate))
+    report.warn(rules.warnings(settings, rules.EVALUATING))
     check = partial(evaluate.check, settings, cells)
     work = partial(evaluate.evaluate, settings, cells)
     typed.run("evaluate", settings.evaluate.engine, check, work)

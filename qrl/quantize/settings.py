@@ -15,7 +15,7 @@ from typing import Any
 from qrl import names, process
 from qrl.errors import BadInput
 from qrl.formats import groups
-from qrl.recipe import Quantize
+from qrl.recipe import Quantize, Recipe, rules
 
 TASK, ROLLOUTS = "task", "rollouts"  # sources of calibration texts; anything else is a file
 GPTQ = {names.GPTQ: None, names.GPTQ_INT3: 3, names.GPTQ_INT2: 2}  # bits; None: the recipe chooses
@@ -122,13 +122,8 @@ def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
         raise BadInput(
             f"There is no scheme '{scheme}' to quantize to: expected one of {', '.join(names.QUANTIZED_SCHEMES)}."
         )
-    if scheme == names.RTN_FILE and recipe.format is None:
-        raise BadInput(f"Scheme {scheme} rounds in the format of a file: set quantize.format to FILE.yaml.")
-    if scheme == names.AWQ and recipe.calibration == ROLLOUTS:
-        raise BadInput(
-            "Scheme awq runs in AutoAWQ's own environment, whose transformers cannot run the policy for its rollouts: "
-            "use scheme awq-ct, or quantize.calibration=task."
-        )
+    # A command may name a scheme that is not one of the recipe's.
+    rules.check(Recipe(quantize=recipe.model_copy(update={"schemes": (scheme,)})), rules.QUANTIZING)
 
     def recipe_choice(name: str) -> Any:
         return getattr(recipe, name) if scheme in CHOICES[name] else None

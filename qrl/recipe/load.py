@@ -42,14 +42,14 @@ REMOVED = {"merge.max_logit_diff": "merge.max_kl limits the KL instead, in nats 
 @cache
 def fields() -> dict[str, tuple[Any, str]]:
     """Return every recipe field as dotted key → (type annotation, description); options are made from it."""
-    known = {}
+    described = {}
     for key, field in Recipe.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             for name, inner in field.annotation.model_fields.items():
-                known[f"{key}.{name}"] = (inner.annotation, inner.description or "")
+                described[f"{key}.{name}"] = (inner.annotation, inner.description or "")
         else:
-            known[key] = (field.annotation, field.description or "")
-    return known
+            described[key] = (field.annotation, field.description or "")
+    return described
 
 
 def names() -> list[str]:
@@ -60,9 +60,8 @@ def names() -> list[str]:
 def about(name_or_path: str) -> str:
     """Return the comment at the head of a recipe's file; raise BadInput if there is no such recipe."""
     lines = _path(name_or_path).read_text(encoding="utf-8").splitlines()
-    return "\n".join(
-        line.removeprefix("#").strip() for line in itertools.takewhile(lambda each: each[:1] == "#", lines)
-    )
+    head = itertools.takewhile(lambda line: line.startswith("#"), lines)
+    return "\n".join(line.removeprefix("#").strip() for line in head)
 
 
 def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None) -> Recipe:
@@ -93,8 +92,9 @@ def stored(path: Path, params: Mapping[str, str] | None = None) -> Recipe:
     values = {RENAMED.get(key, key): value for key, value in _read(path).items() if key not in REMOVED}
     recorded = {RENAMED.get(key, key): text for key, text in (params or {}).items() if key not in REMOVED}
     # A prompt may have been typed as a file, whose text only the recipe holds: rows have its hash.
-    kept = {key: _typed(key, text) for key, text in recorded.items() if key in fields() and key != "prompt"}
-    return _validated(values | kept)
+    readable = fields().keys() - {"prompt"}
+    overrides = {key: _typed(key, text) for key, text in recorded.items() if key in readable}
+    return _validated(values | overrides)
 
 
 def _validated(values: Mapping[str, Any]) -> Recipe:
@@ -125,14 +125,24 @@ def change(name_or_path: str) -> dict[str, str]:
     Raises:
         BadInput: as `load`.
     """
-    path = root = _path(name_or_path)
+    path = _path(name_or_path)
     values = _read(path)
-    while parent := documents.parse(root, f"Recipe {root}").get(EXTENDS):
-        root = _locate(parent, root.parent) or root  # `_read` has refused those that do not exist
-    below = _read(root) if root != path else {}
-    below = below if "model" in below else {}
-    changed = {key: value for key, value in values.items() if key != MACHINE and below.get(key, ()) != value}
-    return {key: as_text(list(value) if isinstance(value, tuple) else value) for key, value in changed.items()}
+    root = _root(path)
+    root_values = _read(root) if root != path else {}
+    if "model" not in root_values:
+        root_values = {}
+    typed = {}
+    for key, value in values.items():
+        if key != MACHINE and root_values.get(key, ()) != value:
+            typed[key] = as_text(list(value) if isinstance(value, tuple) else value)
+    return typed
+
+
+def _root(path: Path) -> Path:
+    """Return the file at the end of a chain of `extends`, which `_read` has found whole."""
+    parent = documents.parse(path, f"Recipe {path}").get(EXTENDS)
+    file = _locate(parent, path.parent) if parent else None
+    return _root(file) if file else path
 
 
 def is_whole(name_or_path: str) -> bool:
@@ -143,9 +153,13 @@ def is_whole(name_or_path: str) -> bool:
 def default(overrides: Mapping[str, str], *, device: str = "cuda") -> str:
     """Return the recipe that `auto` stands for: tiny, or instruct or math, which have smaller versions for a CPU."""
     task = overrides.get("task")
-    own = overrides.get("model", "qrl-tiny") != "qrl-tiny" or task == "gsm8k"
-    name = "math" if task in ("math", "deepmath") else "instruct" if own else "tiny"
-    return f"{name}-cpu" if device == "cpu" and name != "tiny" else name
+    if task in ("math", "deepmath"):
+        name = "math"
+    elif task == "gsm8k" or overrides.get("model", "qrl-tiny") != "qrl-tiny":
+        name = "instruct"
+    else:
+        return "tiny"  # sized for two cores
+    return f"{name}-cpu" if device == "cpu" else name
 
 
 def needs_gpu(name_or_path: str) -> bool:
@@ -166,10 +180,10 @@ def _path(name_or_path: str) -> Path:
 
 def _locate(name_or_path: str, folder: Path) -> Path | None:
     """Return the file of a recipe, relative paths counted from `folder`, or None if there is none."""
-    places = [NAMED / f"{name_or_path}.yaml"]
+    paths = [NAMED / f"{name_or_path}.yaml"]
     if name_or_path.endswith((".yaml", ".yml")):
-        places.append(folder / name_or_path)
-    return next((path for path in places if path.is_file()), None)
+        paths.append(folder / name_or_path)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -178,22 +192,24 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
     An empty section holds the defaults, and a list may be written as it is typed.
     `extending` holds the files that led to this one by `extends`.
     """
-    document, known = documents.parse(path, f"Recipe {path}"), fields()
+    document = documents.parse(path, f"Recipe {path}")
     values = _parent(document.pop(EXTENDS, None), path, (*extending, path.resolve()))
     for key, value in document.items():
         if key == MACHINE and value not in ("gpu", "any"):
             raise BadInput(f"Recipe {path} says {MACHINE}: {value!r}, but gpu or any was expected.")
         section, dot, name = str(key).partition(".")
         if dot:
-            below = f"Recipe {path} holds '{key}', an option's name: write '{name}' below '{section}'."
-            raise BadInput(below if key in known else _unknown(str(key)))
-        if not any(other.startswith(f"{key}.") for other in known):
+            if key not in fields():
+                raise BadInput(_unknown(str(key)))
+            raise BadInput(f"Recipe {path} holds '{key}', an option's name: write '{name}' below '{section}'.")
+        is_section = any(name.startswith(f"{key}.") for name in fields())
+        if not is_section:
             values[key] = prompts.resolve(value, path.parent) if key == "prompt" else _value(key, value)
         elif isinstance(value, dict | None):
-            values |= {f"{key}.{name}": _value(f"{key}.{name}", inner) for name, inner in (value or {}).items()}
+            for name, inner in (value or {}).items():
+                values[f"{key}.{name}"] = _value(f"{key}.{name}", inner)
         else:
-            wrong = f"'{key}' is a section of the recipe, but its value is {value!r}"
-            raise BadInput(f"{wrong}: write its keys below it.")
+            raise BadInput(f"'{key}' is a section of the recipe, but its value is {value!r}: write its keys below it.")
     return values
 
 
@@ -250,9 +266,9 @@ def _parse(key: str, text: Any) -> Any:
     return text
 
 
-def _hint(word: str, known: Iterable[str]) -> str:
-    """Return a clause that asks for the nearest of the known words; empty if none is near."""
-    close = difflib.get_close_matches(word, known, n=1)
+def _hint(word: str, choices: Iterable[str]) -> str:
+    """Return a clause that asks for the choice nearest to a word; empty if none is near."""
+    close = difflib.get_close_matches(word, choices, n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 
@@ -273,9 +289,12 @@ def _sentence(error: ValidationError) -> str:
     if first["type"] in ("extra_forbidden", "invalid_key"):  # an invalid key is a number, say
         return _unknown(".".join(map(str, first["loc"])))
     value = first["input"]
-    shown = ",".join(map(str, value)) if isinstance(value, tuple) else value  # a list, as it was typed
-    hint = _hint(str(shown), re.findall(r"'([^']+)'", first["msg"])) if first["type"] == "literal_error" else ""
-    return f"'{key}' is {shown!r}{hint}, but {_allowed(first['msg'])}."
+    if isinstance(value, tuple):  # a list, as it was typed
+        value = ",".join(map(str, value))
+    hint = ""
+    if first["type"] == "literal_error":
+        hint = _hint(str(value), re.findall(r"'([^']+)'", first["msg"]))
+    return f"'{key}' is {value!r}{hint}, but {_allowed(first['msg'])}."
 
 
 def _allowed(message: str) -> str:

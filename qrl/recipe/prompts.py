@@ -37,38 +37,43 @@ def resolve(value: Any, folder: Path) -> Any:
         return _checked(documents.parse(value, "The prompt"), "The prompt")
     if not value.endswith(SUFFIXES):
         return value
-    path, what = folder / value, f"The prompt file {value}"
+    path = folder / value
+    title = f"The prompt file {value}"
     if not path.is_file():
         raise BadInput(
             f"There is no prompt file {path.absolute()}: expected a YAML file with `user`, a text with {SLOT}."
         )
     if path.stat().st_size > 10 * LONGEST:
-        raise _too_long(what, path.stat().st_size, "bytes")
-    return _checked(documents.parse(path, what), what)
+        raise _too_long(title, path.stat().st_size, "bytes")
+    return _checked(documents.parse(path, title), title)
 
 
-def _checked(contents: dict, what: str) -> str:
-    given = {key: value for key, value in contents.items() if value is not None}
-    if unknown := [str(key) for key in given if key not in _KEYS]:
-        raise BadInput(f"{what} has the key '{unknown[0]}', but only user, system and tasks were expected: correct it.")
-    if not isinstance(given.get("user"), str) or SLOT not in given["user"]:
-        raise BadInput(f"{what} has no `user` with {SLOT}: write a text in which {SLOT} stands for the question.")
-    system, tasks = given.get("system", SLOT), given.get("tasks", [SLOT])
+def _checked(contents: dict, title: str) -> str:
+    prompt = {key: value for key, value in contents.items() if value is not None}
+    unknown = [str(key) for key in prompt if key not in _KEYS]
+    if unknown:
+        raise BadInput(
+            f"{title} has the key '{unknown[0]}', but only user, system and tasks were expected: correct it."
+        )
+    if not isinstance(prompt.get("user"), str) or SLOT not in prompt["user"]:
+        raise BadInput(f"{title} has no `user` with {SLOT}: write a text in which {SLOT} stands for the question.")
+    system = prompt.get("system", SLOT)
+    tasks = prompt.get("tasks", [SLOT])
     if not isinstance(system, str) or not system.strip():
-        raise BadInput(f"{what} has a `system` that is empty or no text: write a text, or leave the key out.")
+        raise BadInput(f"{title} has a `system` that is empty or no text: write a text, or leave the key out.")
     if not isinstance(tasks, list) or not tasks or not all(isinstance(task, str) and task.strip() for task in tasks):
-        raise BadInput(f"{what} has `tasks` that are no list of names: write [gsm8k], say, or leave the key out.")
-    text = json.dumps(given, ensure_ascii=False, sort_keys=True)
+        raise BadInput(f"{title} has `tasks` that are no list of names: write [gsm8k], say, or leave the key out.")
+    text = json.dumps(prompt, ensure_ascii=False, sort_keys=True)
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BadInput(f"{what} has half of a surrogate pair, which is no character: remove it.") from None
+        raise BadInput(f"{title} has half of a surrogate pair, which is no character: remove it.") from None
     if len(text) > LONGEST:
-        raise _too_long(what, len(text), "characters")
+        raise _too_long(title, len(text), "characters")
     return text
 
 
-def _too_long(what: str, size: int, unit: str) -> BadInput:
+def _too_long(title: str, size: int, unit: str) -> BadInput:
     return BadInput(
-        f"{what} is too long: {size:,} {unit}, but at most {LONGEST:,} characters were expected: shorten it."
+        f"{title} is too long: {size:,} {unit}, but at most {LONGEST:,} characters were expected: shorten it."
     )

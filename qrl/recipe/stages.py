@@ -37,8 +37,8 @@ class Stage(Section):
         parts = [part.partition("=") for part in value.split(";")]
         if not all(key and equals and text for key, equals, text in parts):
             raise ValueError("must be STAGE=VARIANT:SCHEME, with further fields as in ;made_from=base;max_loss=0.1")
-        (stage, _, cell), *others = parts
-        return {"stage": stage, "cell": cell} | {key: text for key, _, text in others}
+        (stage, _, cell), *further = parts
+        return {"stage": stage, "cell": cell} | {key: text for key, _, text in further}
 
     @field_validator("stage")
     @classmethod
@@ -68,8 +68,8 @@ class Stage(Section):
         return self.scheme != names.FULL and self.cell.partition(":")[0] != names.BASE
 
     def __str__(self) -> str:
-        given = self.model_dump(exclude_none=True, exclude={"stage", "cell"}).items()
-        return ";".join([f"{self.stage}={self.cell}", *(f"{key}={value}" for key, value in given)])
+        further = self.model_dump(exclude_none=True, exclude={"stage", "cell"}).items()
+        return ";".join([f"{self.stage}={self.cell}", *(f"{key}={value}" for key, value in further)])
 
 
 def completed(stages: Sequence[Stage]) -> tuple[Stage, ...]:
@@ -79,32 +79,47 @@ def completed(stages: Sequence[Stage]) -> tuple[Stage, ...]:
         ValueError: a name or a cell is repeated, the first stage is not the base in full precision, or a stage names
             one that is not before it.
     """
-    first = f"{names.BASE}:{names.FULL}"
-    if stages and (stages[0].cell != first or stages[0].made_from):
-        raise ValueError(f"must begin with a stage of the base model itself, such as base={first}")
-    done: list[Stage] = []
-    for place, stage in enumerate(stages):
-        before = [other.stage for other in done]
-        if stage.stage in before or stage.cell in [other.cell for other in done]:
+    base_cell = f"{names.BASE}:{names.FULL}"
+    if stages and (stages[0].cell != base_cell or stages[0].made_from):
+        raise ValueError(f"must begin with a stage of the base model itself, such as base={base_cell}")
+    complete: list[Stage] = []
+    for index, stage in enumerate(stages):
+        earlier_names = [earlier.stage for earlier in complete]
+        if stage.stage in earlier_names or stage.cell in [earlier.cell for earlier in complete]:
             raise ValueError(f"must name each stage and each cell once, but {stage.stage}={stage.cell} repeats one")
-        given = [stage.made_from, stage.gain_over, stage.loss_to]
-        if unknown := [other for other in given if other and other not in before]:
-            raise ValueError(f"must name earlier stages, but {stage.stage} names {unknown[0]}")
+        for reference in (stage.made_from, stage.gain_over, stage.loss_to):
+            if reference and reference not in earlier_names:
+                raise ValueError(f"must name earlier stages, but {stage.stage} names {reference}")
         if stage.min_gain_kept is not None and not stage.can_keep_a_gain:
             raise ValueError(
                 f"must set min_gain_kept at trained models that are quantized alone, but {stage.stage} is {stage.cell}"
             )
-        filled: dict[str, str | None] = {}
-        if done:
-            filled["made_from"] = stage.made_from or before[-1]
-            if not (stage.gain_over or stage.loss_to):
-                filled["gain_over" if stage.scheme == names.FULL else "loss_to"] = (
-                    before[0] if stage.scheme == names.FULL else filled["made_from"]
-                )
-        mirrored = {len(stages) - 1: "Production", len(stages) - 2: "Staging"} if done else {}
-        filled["mlflow"] = stage.mlflow or mirrored.get(place, "None")
-        done.append(stage.model_copy(update=filled))
-    return tuple(done)
+        defaults = _defaults(stage, earlier_names)
+        defaults["mlflow"] = stage.mlflow or _mlflow_stage(index, len(stages))
+        complete.append(stage.model_copy(update=defaults))
+    return tuple(complete)
+
+
+def _defaults(stage: Stage, earlier_names: list[str]) -> dict[str, str]:
+    """Return what a stage was made from, and which one it must beat, or lose little to, by the stages before it."""
+    if not earlier_names:
+        return {}
+    made_from = stage.made_from or earlier_names[-1]
+    defaults = {"made_from": made_from}
+    if stage.gain_over or stage.loss_to:
+        return defaults
+    if stage.scheme == names.FULL:
+        defaults["gain_over"] = earlier_names[0]
+    else:
+        defaults["loss_to"] = made_from
+    return defaults
+
+
+def _mlflow_stage(index: int, count: int) -> str:
+    """Return MLflow's stage of the stage at an index: the last is in production, the one before it in staging."""
+    if index == 0:
+        return "None"
+    return {count - 1: "Production", count - 2: "Staging"}.get(index, "None")
 
 
 DEFAULT = completed(tuple(Stage(stage=stage, cell=cell) for stage, cell in names.STAGE_CELL.items()))

@@ -162,8 +162,8 @@ class Train(Section):
         "task", "texts for activation scales and for the error of quantized weights: task, or a .jsonl file with `text`"
     )
 
-    parallel: Annotated[Literal["none", "ddp", "fsdp2", "zero3"], NotInKey("parallel", "none")] = option(
-        "none", "processes that train as one, a GPU each: ddp (copies), fsdp2 (parts, on GPUs alone), zero3 (DeepSpeed)"
+    parallel: Annotated[Literal["none", "ddp", "fsdp2"], NotInKey("parallel", "none")] = option(
+        "none", "processes that train as one, a GPU each: ddp (copies) or fsdp2 (parts, on GPUs alone)"
     )
     # The number that trains is an input of the key.
     processes: NoKey[Count | None] = option(None, "how many with train.parallel; default: all GPUs of this machine")

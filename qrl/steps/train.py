@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import shutil
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -15,12 +16,12 @@ from qrl.engine import hf, memory
 from qrl.errors import BadInput, Objections
 from qrl.formats import groups
 from qrl.formats.kept import Kept
-from qrl.recipe import Recipe
+from qrl.recipe import Recipe, rules
 from qrl.steps import inputs, outcome, record
 from qrl.tasks import contamination, prompt, rows
 from qrl.tiny import corpus
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
-from qrl.train import Job, Trained, arguments, distill, grpo, parallel, policy, rollout, sft, verl
+from qrl.train import Job, Machine, Trained, arguments, distill, footprint, parallel, rollout, trainers
 from qrl.train import merge as merging
 from qrl.train.job import Alarm
 from qrl.workspace import WORK, need, workspace
@@ -40,89 +41,139 @@ def train(recipe: Recipe) -> None:
     Of several processes every one trains, and only the first logs and writes: those of `train.parallel`, which it
     starts, or those of `torchrun` or `accelerate launch`.
     """
-    device = devices.choose(recipe.device)
-    if recipe.train.trainer == "verl":
-        verl.check_recipe(recipe.train, recipe.rollout, recipe.watch)
-        parallel.check(recipe.train, device)
-        _train_one(recipe, device, 0)  # Ray starts the others
+    rules.check(recipe, rules.OF_TRAINING)
+    machine = Machine(devices.choose(recipe.device))
+    if recipe.train.trainer == "verl":  # Ray starts the others
+        _train_one(recipe, machine, others=0)
         return
-    with parallel.group(recipe.train, device) as others:
-        _train_one(recipe, device, others)
+    with parallel.group(recipe.train, machine.device) as others:
+        _train_one(recipe, machine, others)
 
 
-def _train_one(recipe: Recipe, device: str, others: int) -> None:
-    """Train as this process; the first one starts the `others`."""
+def _train_one(recipe: Recipe, machine: Machine, others: int) -> None:
+    """Train as this process; the first one starts the `others`, and logs and writes."""
+    trainer = trainers.TRAINERS[trainers.name(recipe.train)]
+    training = _prepared(recipe, machine)
+    job = training.job
+    trainer.check(job, machine)
+    if process.rank():
+        trainer.join(job)
+        return
+
+    need(WORK, footprint.written(recipe.train, training.base), "Training, checkpoints to resume from included,")
+    store.prepare()
+    tags = _tags(recipe, training.key, training.base.digest)
+    with (
+        workspace(training.folder.name, keep_on_error=True),
+        runs.step(
+            "train",
+            recipe,
+            sections=("train", "rollout", "watch"),
+            params=_params(recipe, machine, training),
+            tags=tags,
+            system_metrics=True,
+        ),
+    ):
+        _log_questions(recipe, training)
+        _check_contamination(recipe, training.base.path, job.questions, training.heldout)
+        shutil.rmtree(job.out, ignore_errors=True)
+        if training.processes == 1:
+            _say_unused(recipe, devices.gpus(machine.device))
+        for name, sentence in _startup_warnings(training).items():
+            _warn(Alarm(name, 0, sentence))
+        job = dataclasses.replace(job, log=contents.live_log(), warn=_warn)
+        with parallel.others(others, recipe.dump()):
+            trained = _train_within_memory(trainer, job)
+        if trained.resumed_from:
+            click.echo(f"Resumed from the checkpoint of step {trained.resumed_from}.", err=True)
+        _log_training(trained, training.folder)
+        artifacts = [names.HISTORY, names.FIGURES]
+        _record(recipe, trained.path, training.base.digest, artifacts, adapter=trained.adapter)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Training:
+    """A recipe's training, with its files located and its questions read."""
+
+    job: Job
+    base: checkpoint.Checkpoint
+    teacher: checkpoint.Checkpoint | None
+    heldout: Sequence[tasks.Question]
+    processes: int
+    key: str  # of the cache
+    folder: Path  # of all that it writes before it is logged
+
+
+def _prepared(recipe: Recipe, machine: Machine) -> _Training:
+    """Locate the models of a training and read its questions; raise BadInput where one is missing or damaged."""
     base = checkpoint.check(source.locate(recipe.model))
     inputs.check_chat(recipe, base.path)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)) if recipe.train.teacher else None
     questions = inputs.trained(recipe)
     heldout = inputs.all_heldout(recipe)
-    world = parallel.processes(recipe.train, device)
-    group_size = groups.of(base.path, recipe.quantize.group_size)
-    inputs_of_key = {"teacher": teacher.digest if teacher else None, "processes": world, "group_size": group_size}
-    key = keys.trained(recipe, base.digest, device, **inputs_of_key)
-    work = (WORK / f"train-{key[:16]}").resolve()
     probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else ()
-    sections = {"settings": recipe.train, "rollout": recipe.rollout, "watch": recipe.watch}
-    how = {"task": recipe.task, "template": prompt.of(recipe), "seed": recipe.seed, "device": device}
-    folders = {"base": base.path, "work": work / "trainer", "out": work / "model"}
-    job = Job(questions=questions, probed=probed, group_size=group_size, **sections, **how, **folders)
-    _check(job, base, teacher)
-    if process.rank():
-        verl.join(job) if recipe.train.trainer == "verl" else _run(job, teacher)
-        return
-    need(WORK, _bytes_written(recipe, base), "Training, checkpoints to resume from included,")
-    store.prepare()
-    params = {"device": device, "processes": world}
-    params |= {"base_stored_in": recipe.train.storage, "computed_in": recipe.train.compute}
+
+    processes = parallel.processes(recipe.train, machine.device)
+    group_size = groups.of(base.path, recipe.quantize.group_size)
+    key = keys.trained(
+        recipe,
+        base.digest,
+        machine.device,
+        teacher=teacher.digest if teacher else None,
+        processes=processes,
+        group_size=group_size,
+    )
+    folder = (WORK / f"train-{key[:16]}").resolve()
+    job = Job(
+        base=base.path,
+        teacher=teacher.path if teacher else None,
+        questions=questions,
+        probed=probed,
+        settings=recipe.train,
+        rollout=recipe.rollout,
+        watch=recipe.watch,
+        task=recipe.task,
+        template=prompt.of(recipe),
+        seed=recipe.seed,
+        device=machine.device,
+        group_size=group_size,
+        work=folder / "trainer",
+        out=folder / "model",
+    )
+    return _Training(job, base, teacher, heldout, processes, key, folder)
+
+
+def _params(recipe: Recipe, machine: Machine, training: _Training) -> dict[str, object]:
+    """Return what the run logs beside the recipe: what decided the training without being one of its fields."""
+    params = {
+        "device": machine.device,
+        "processes": training.processes,
+        "base_stored_in": recipe.train.storage,
+        "computed_in": recipe.train.compute,
+    }
     if recipe.train.qat in names.GROUPED_FORMATS:
-        params["qat_group_size"] = group_size
-    read, tags = ("train", "rollout", "watch"), _tags(recipe, key, base.digest)
-    with (
-        workspace(work.name, keep_on_error=True),
-        runs.step("train", recipe, sections=read, params=params, tags=tags, system_metrics=True),
-    ):
-        for context, asked in {"train": questions, "probe": job.probed}.items():
-            if asked:
-                about = {"digest": inputs.digest(asked), "n": len(asked), "source": inputs.source_of(recipe)}
-                contents.log_dataset(f"{tasks.label(recipe.task)}-{context}", context=context, **about)
-        _check_contamination(recipe, base.path, questions, heldout)
-        shutil.rmtree(job.out, ignore_errors=True)
-        if world == 1:
-            _say_unused(recipe, devices.gpus(device))
-        if teacher:
-            warnings = distill.startup_warnings(base, teacher, recipe.train)
-        else:
-            warnings = rollout.startup_warnings(recipe.rollout, recipe.train)
-        for name, sentence in warnings.items():
-            _warn(Alarm(name, 0, sentence))
-        job = dataclasses.replace(job, log=contents.live_log(), warn=_warn)
-        with parallel.others(others, recipe.dump()):
-            trained = _train(job, teacher)
-        if trained.resumed_from:
-            click.echo(f"Resumed from the checkpoint of step {trained.resumed_from}.", err=True)
-        _log_training(trained, work)
-        _record(recipe, trained.path, base.digest, [names.HISTORY, names.FIGURES], adapter=trained.adapter)
+        params["qat_group_size"] = training.job.group_size
+    return params
 
 
-def _check(job: Job, base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint | None) -> None:
-    """Check that the trainer that the settings name can do this job here."""
-    settings = job.settings
-    rollout.check(job.rollout, job.device, settings)
-    if teacher:
-        distill.check(base, teacher, job)
-    elif settings.algorithm == "sft":
-        sft.check(base, job)
-    elif settings.trainer == "verl":
-        verl.check(base, job)
-    else:
-        grpo.check(base, job)
-    if settings.algorithm != "sft" and job.rollout.engine == rollout.VLLM:
-        rollout.check_installed(job.rollout)
-        rollout.check_length(job)
-    if job.device == "cuda" and settings.trainer == "trl":
-        scoring = policy.parameters(teacher) if teacher else 0
-        rollout.check_memory(job.rollout, settings, policy.parameters(base), scoring)
+def _log_questions(recipe: Recipe, training: _Training) -> None:
+    for context, questions in {"train": training.job.questions, "probe": training.job.probed}.items():
+        if questions:
+            contents.log_dataset(
+                f"{tasks.label(recipe.task)}-{context}",
+                context=context,
+                digest=inputs.digest(questions),
+                n=len(questions),
+                source=inputs.source_of(recipe),
+            )
+
+
+def _startup_warnings(training: _Training) -> dict[str, str]:
+    """Return what is known of a training before its first step, as sentences by the name of their warning."""
+    job = training.job
+    if training.teacher:
+        return distill.startup_warnings(training.base, training.teacher, job.settings)
+    return rollout.startup_warnings(job.rollout, job.settings)
 
 
 def _say_unused(recipe: Recipe, gpus: int) -> None:
@@ -132,56 +183,32 @@ def _say_unused(recipe: Recipe, gpus: int) -> None:
         click.echo(f"      Of {gpus} GPUs only the first trains: train.parallel = {use} would use all.", err=True)
 
 
-def _train(job: Job, teacher: checkpoint.Checkpoint | None) -> Trained:
+def _train_within_memory(trainer: trainers.Trainer, job: Job) -> Trained:
     """Train; if memory runs out, resume with half the micro-batch, which changes no step but how its sum is taken."""
+    # Other processes would not know of it, and what an engine holds is not freed.
+    trains_alone = process.world_size() == 1 and job.rollout.engine == hf.NAME
+    if not trains_alone:
+        return trainer.run(job)
 
-    def run(micro: int) -> Trained:
-        return _run(dataclasses.replace(job, settings=job.settings.model_copy(update={"micro_batch": micro})), teacher)
+    def run(micro_batch: int) -> Trained:
+        settings = job.settings.model_copy(update={"micro_batch": micro_batch})
+        return trainer.run(dataclasses.replace(job, settings=settings))
 
     def say(sentence: str) -> None:
         contents.tag(f"{names.TAG_WATCH}memory", sentence)
         click.echo(f"\nqrl: warning: {sentence}", err=True)
 
-    share = job.settings.prompts_per_step * job.settings.generations
-    alone = process.world_size() == 1 and job.rollout.engine == hf.NAME  # no other process or engine holds memory
-    if not alone:
-        return run(job.settings.micro_batch)
-    return memory.halved(run, min(job.settings.micro_batch, share), "train.micro_batch", divisor_of=share, say=say)
-
-
-def _run(job: Job, teacher: checkpoint.Checkpoint | None) -> Trained:
-    if teacher:
-        return distill.run(job, teacher.path)
-    if job.settings.trainer == "verl":
-        return verl.run(job)
-    return sft.run(job) if job.settings.algorithm == "sft" else grpo.run(job)
-
-
-def _bytes_written(recipe: Recipe, base: checkpoint.Checkpoint) -> int:
-    """Return the space that full training takes at most: 12 bytes a parameter in a checkpoint, and the trained model.
-
-    An adapter's own is small.
-    """
-    if recipe.train.adapter:
-        return 0
-    saved = min(recipe.train.keep_checkpoints + 1, -(-recipe.train.steps // recipe.train.save_every))
-    whole = _bytes_stored(base, recipe.train.store_dtype)
-    return saved * 12 * policy.parameters(base) + whole  # the oldest is deleted once the newest is whole
-
-
-def _bytes_stored(base: checkpoint.Checkpoint, dtype: str) -> int:
-    """Return the size of a model like the base, stored in this dtype."""
-    return base.bytes if dtype == "auto" else max(base.bytes, 4 * policy.parameters(base))
+    completions = job.settings.prompts_per_step * job.settings.generations
+    micro_batch = min(job.settings.micro_batch, completions)
+    return memory.halved(run, micro_batch, "train.micro_batch", divisor_of=completions, say=say)
 
 
 def check_rollouts(recipe: Recipe) -> None:
-    """Check that this machine can sample and train as the recipe says."""
-    device = devices.choose(recipe.device)
+    """Check that this machine can sample and train as the recipe says, before an environment is built for it."""
     objections = Objections()
-    if recipe.train.trainer == "verl":
-        objections.check(verl.check_recipe, recipe.train, recipe.rollout, recipe.watch)
-    objections.check(parallel.check, recipe.train, device)
-    objections.check(rollout.check, recipe.rollout, device, recipe.train)
+    objections.check(rules.check, recipe, rules.OF_TRAINING)
+    machine = Machine(devices.choose(recipe.device))
+    objections.check(trainers.check_machine, recipe.train, recipe.rollout, machine)
     objections.insist()
 
 
@@ -195,7 +222,7 @@ def merge(recipe: Recipe, adapter: str) -> None:
     """Fold an adapter into the recipe's model, and log the merged model with what the merge lost."""
     base, folder = checkpoint.check(source.locate(recipe.model)), addresses.folder(adapter)
     merging.check_adapter(folder)
-    need(WORK, _bytes_stored(base, recipe.merge.store_dtype), "The merged model")
+    need(WORK, footprint.stored(base, recipe.merge.store_dtype), "The merged model")
     prompts, compared_on = _prompts_to_check(recipe, base.path)
     store.prepare()
     device = devices.choose(recipe.device)
@@ -253,7 +280,9 @@ def _tags(recipe: Recipe, key: str, parent: str) -> dict[str, str]:
     return {names.TAG_CACHE_KEY: key, names.TAG_PARENT_DIGEST: parent} | own
 
 
-def _check_contamination(recipe: Recipe, base: Path, questions: list, heldout: list) -> None:
+def _check_contamination(
+    recipe: Recipe, base: Path, questions: Sequence[tasks.Question], heldout: Sequence[tasks.Question]
+) -> None:
     """Log the overlap of held-out questions with the training ones, and the base's own where known; may refuse.
 
     Bad data must cost no GPU time, and `evaluate` does not know the training questions. All held-out questions are

@@ -1,4 +1,4 @@
-"""How long a study will take, from the speed of the base's trial, and how much memory it needs, by arithmetic.
+"""How long a study will take, from the speed of the base's trial, and how much memory is free for it.
 
 The base answers a few questions before anything is trained (`trial`). From the times of these answers follow those of
 all rollouts and evaluations; a training step adds forward and backward passes over what was sampled.
@@ -12,16 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl import checkpoint
 from qrl.recipe import Recipe
+from qrl.train.footprint import Shape
 
 if TYPE_CHECKING:
     import pandas as pd
 
-_STORED = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "nf4": 0.53}  # bytes per parameter, scales included
-_TRAINED = 16  # bytes per parameter of fp32 weights, gradients and AdamW's two moments
-_ACTIVATIONS = 17  # values kept per token, layer and hidden unit for the backward pass (arXiv 2205.05198, without s²)
-_LOGITS = 3  # copies of the logits: their values, the softmax, the gradient
 _CGROUP = Path("/sys/fs/cgroup")  # a container's limit of memory
 
 
@@ -36,35 +32,6 @@ class Trial:
     answers_s: float  # of all answers
     forward_s: float  # per token of a prompt
     step_s: tuple[float, float]  # per token that every answer of a batch gets: fixed part, and part per answer
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model's sizes, from config.json and the headers of its weights."""
-
-    parameters: int
-    layers: int
-    hidden: int
-    vocabulary: int
-    cached: int  # values per token and layer in the key-value cache
-    positions: int | None  # longest text in tokens; None if config.json does not say, or scales them
-
-    @classmethod
-    def of(cls, path: Path) -> Shape:
-        """Return the sizes of a checkpoint; those that config.json does not name count as 0."""
-        config = checkpoint.config(path)
-        hidden = config.get("hidden_size") or 0
-        heads = config.get("num_attention_heads") or 1
-        key_value_heads = config.get("num_key_value_heads") or heads
-        head_size = config.get("head_dim") or hidden // heads
-        return cls(
-            parameters=sum(entry.numel for entry in checkpoint.entries(path).values()),
-            layers=config.get("num_hidden_layers") or 0,
-            hidden=hidden,
-            vocabulary=config.get("vocab_size") or 0,
-            cached=2 * key_value_heads * head_size,
-            positions=checkpoint.positions(path),
-        )
 
 
 def seconds(trial: Trial, recipe: Recipe, shape: Shape, missing: Mapping[str, int]) -> dict[str, float]:
@@ -110,35 +77,6 @@ def _training_s(trial: Trial, recipe: Recipe, shape: Shape, longest_answer: int)
     text_tokens = float(trial.frame["prompt_tokens"].mean()) + float(trial.frame["n_tokens"].mean())
     updates_s = train.steps * batch * text_tokens * trial.forward_s * (3 + extra_passes) * head_factor
     return rollouts_s + updates_s
-
-
-def memory(recipe: Recipe, shape: Shape, prompt: float) -> tuple[float, float]:
-    """Return the bytes that training needs for weights and optimizer, and for everything at its peak.
-
-    Args:
-        recipe: its `train` section.
-        shape: of the model.
-        prompt: length of a prompt, in tokens.
-
-    Source: activations as in Korthikanti et al., arXiv 2205.05198, table 2, less what fused attention saves.
-    """
-    train = recipe.train
-    value_bytes = _STORED[train.compute]
-    weights = shape.parameters * (_STORED[train.storage] if train.adapter else _TRAINED)
-    if train.beta and not train.adapter:  # the reference model; an adapter is switched off for it
-        weights += shape.parameters * 4.0
-
-    text_tokens = prompt + train.max_completion_tokens
-    batch = train.prompts_per_step * train.generations
-    micro_batch = min(train.micro_batch, batch)
-    kept_layers = shape.layers
-    if train.gradient_checkpointing:  # all values of one layer at a time, and two of every layer
-        kept_layers = 1 + 2 * shape.layers / _ACTIVATIONS
-    activations = micro_batch * text_tokens * shape.hidden * _ACTIVATIONS * kept_layers * value_bytes
-    logits = micro_batch * train.max_completion_tokens * shape.vocabulary * _LOGITS * 4
-    cache = batch * text_tokens * shape.layers * shape.cached * value_bytes
-    # The key-value cache of the rollouts is free again when the update begins.
-    return weights, weights + max(activations + logits, cache)
 
 
 def free_bytes(device: str) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import nlargest
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,16 +12,16 @@ from qrl import checkpoint, cluster, names, source, tasks
 from qrl import recipe as recipes
 from qrl.errors import Objections
 from qrl.formats.kind import FEW_BITS
-from qrl.recipe import Recipe
+from qrl.recipe import Recipe, rules
 from qrl.study import auto
 from qrl.study.launch import DryRun
 
 if TYPE_CHECKING:
-    from qrl.study.forecast import Shape
     from qrl.study.trial import Trial
+    from qrl.tasks import prompt
+    from qrl.train.footprint import Shape
 
 LAST_STEPS = 3  # diagnose, compare and promote, which a `DryRun` does not reach
-LONGEST = 50  # questions whose length is checked: those with the most characters
 _ANYWAY = "To start the study anyway, add --yes (with mlflow run: -P yes=true)."
 
 
@@ -49,51 +48,57 @@ def check(
     Raises:
         BadInput: the prompt, the model, a scheme, the rollouts or the machine do not fit the rest; all that is wrong.
     """
-    found = Objections() if objections is None else objections
-    device, name = auto.device_of(recipe.device), overrides.get("recipe", recipes.DEFAULT)
-    _check_settings(recipe, overrides, beside, found)
+    collected = Objections() if objections is None else objections
+    device = auto.device_of(recipe.device)
+    _check_settings(recipe, overrides, beside, collected)
+
+    name = overrides.get("recipe", recipes.DEFAULT)
     if device == "cpu" and recipes.needs_gpu(name):
-        fitting = f"use a machine with one, or recipe={_smaller(name, recipe)}"
-        doubted = [f"Recipe {name} is sized for a GPU, but this study would run on a CPU: {fitting}."]
-        _doubt(found, doubted, yes=yes)
-    digest = found.check(_check_base, recipe, found)
-    _check_machine(recipe, device, found)
+        doubt = (
+            f"Recipe {name} is sized for a GPU, but this study would run on a CPU: use a machine with one, or "
+            f"recipe={_smaller(name, recipe)}."
+        )
+        _doubt(collected, [doubt], yes=yes)
+
+    digest = collected.check(_check_base, recipe, collected)
+    _check_machine(recipe, device, collected)
     if objections is None:
-        found.insist()
+        collected.insist()
     return device, digest or ""
 
 
-def _check_settings(recipe: Recipe, overrides: dict[str, str], beside: Sequence[str], found: Objections) -> None:
+def _check_settings(recipe: Recipe, overrides: dict[str, str], beside: Sequence[str], objections: Objections) -> None:
     """Look at what settings and files say by themselves."""
-    from qrl import evaluate
     from qrl.quantize import settings as choices
     from qrl.registry import signing
     from qrl.steps import inputs
     from qrl.study import report
     from qrl.tasks import prompt
-    from qrl.train import reward, verl
+    from qrl.train import reward
 
-    found.check(signing.keys, recipe.promote)
-    found.check(tasks.check, recipe.task)
-    found.check(prompt.check, recipe.task, recipe.prompt)
-    found.check(evaluate.kv_schemes, recipe)
-    quantized, qat = recipe.quantize, recipe.train.qat
-    unheeded = found.check(choices.unheeded, quantized, quantized.schemes, overrides, beside, qat) or []
-    report.warn(unheeded + evaluate.unheeded(recipe.evaluate) + _unstored(recipe, beside))
-    packed = recipe.evaluate.engine == "vllm" and not recipe.evaluate.unpacked
-    if packed and (few := set(FEW_BITS) & {*recipe.quantize.schemes, *beside}):
-        listed = ", ".join(sorted(few))
-        remedy = "set evaluate.unpacked=true, or evaluate.engine=transformers"
-        found.add(f"vLLM has no kernel for {listed}: {remedy}.")
-    if recipe.train.trainer == "verl":
-        found.check(verl.check_recipe, recipe.train, recipe.rollout, recipe.watch)
-    found.check(reward.check, recipe.train, ())
-    if recipe.data:  # what is wrong with it is said before an environment is asked for
-        found.check(inputs.trained, recipe)
-        found.check(inputs.all_heldout, recipe)
+    objections.check(signing.keys, recipe.promote)
+    objections.check(tasks.check, recipe.task)
+    objections.check(prompt.check, recipe.task, recipe.prompt)
+    objections.check(rules.check, recipe)
+    schemes = recipe.quantize.schemes
+    unheeded = objections.check(choices.unheeded, recipe.quantize, schemes, overrides, beside, recipe.train.qat) or []
+    report.warn(unheeded + rules.warnings(recipe) + _unstored(recipe, beside))
+
+    # Not a rule of the recipe, since a sweep makes further schemes.
+    reads_codes = recipe.evaluate.engine == "vllm" and not recipe.evaluate.unpacked
+    without_kernel = set(FEW_BITS) & {*schemes, *beside}
+    if reads_codes and without_kernel:
+        objections.add(
+            f"vLLM has no kernel for {', '.join(sorted(without_kernel))}: set evaluate.unpacked=true, or "
+            "evaluate.engine=transformers."
+        )
+    objections.check(reward.check, recipe.train, ())
+    if recipe.data:  # read here, so that wrong data is refused before an environment is built
+        objections.check(inputs.trained, recipe)
+        objections.check(inputs.all_heldout, recipe)
 
 
-def _check_base(recipe: Recipe, found: Objections) -> str:
+def _check_base(recipe: Recipe, objections: Objections) -> str:
     """Look at the base and what is to be made of it; return its digest.
 
     Raises:
@@ -102,45 +107,49 @@ def _check_base(recipe: Recipe, found: Objections) -> str:
     from qrl.steps import inputs
 
     base = checkpoint.check(source.locate(recipe.model))
-    found.check(inputs.check_chat, recipe, base.path)
-    check_schemes(recipe, base.path, found)
+    objections.check(inputs.check_chat, recipe, base.path)
+    check_schemes(recipe, base.path, objections)
     return base.digest
 
 
-def _check_machine(recipe: Recipe, device: str, found: Objections) -> None:
+def _check_machine(recipe: Recipe, device: str, objections: Objections) -> None:
     """Look at whether this machine, or the cluster's nodes, can train and evaluate as the recipe says."""
     from qrl import evaluate
-    from qrl.train import parallel, rollout, verl
+    from qrl.train import Machine, trainers
 
     nodes = cluster.chosen()
-    gpus = {step: nodes.resources(step).gpus if nodes else None for step in ("train", "evaluate")}
-    if nodes and (several := nodes.resources("train").nodes) > 1:
-        gpus["train"] *= several
-    found.check(parallel.check, recipe.train, device, gpus["train"])
-    if recipe.train.trainer == "verl":
-        shared = nodes.processes() if nodes else 1
-        count = max(shared, parallel.processes(recipe.train, device, gpus["train"]))
-        found.check(verl.check_gpus, recipe.train, count)
-    asked_of = (recipe.evaluate.tensor_parallel, recipe.evaluate.engine, device, gpus["evaluate"])
-    found.check(evaluate.check_gpus, *asked_of)
-    found.check(rollout.check, recipe.rollout, device, recipe.train)
+    machine = Machine(device)
+    evaluation_gpus = None
+    if nodes:
+        resources = nodes.resources("train")
+        machine = Machine(device, resources.gpus * resources.nodes, nodes.processes())
+        evaluation_gpus = nodes.resources("evaluate").gpus
+    objections.check(trainers.check_machine, recipe.train, recipe.rollout, machine)
+    settings = recipe.evaluate
+    objections.check(evaluate.check_gpus, settings.tensor_parallel, settings.engine, device, evaluation_gpus)
 
 
 def _smaller(name: str, recipe: Recipe) -> str:
-    """Return the recipe for a CPU: a file's own, NAME-cpu.yaml beside NAME.yaml, or a named one."""
-    beside = Path(name).with_name(f"{Path(name).stem}-cpu{Path(name).suffix}")
-    if Path(name).is_file() and beside.is_file():
-        return str(beside)
+    """Return the recipe for a CPU: NAME-cpu.yaml in the folder of the file NAME.yaml, or a named one."""
+    path = Path(name)
+    cpu_path = path.with_name(f"{path.stem}-cpu{path.suffix}")
+    if path.is_file() and cpu_path.is_file():
+        return str(cpu_path)
     return recipes.default({"model": recipe.model, "task": recipe.task}, device="cpu")
 
 
 def _unstored(recipe: Recipe, beside: Sequence[str]) -> list[str]:
     """Return a sentence where the study stores its trained weights in other formats than they were trained for."""
     qat, schemes = recipe.train.qat, recipe.quantize.schemes
-    if qat == "none" or (scheme := names.rounded(qat)) in {*schemes, *beside}:
+    if qat == "none":
         return []
-    other = f"quantize.schemes = {', '.join(schemes)}"
-    return [f"train.qat = {qat} is stored by {scheme}, which is not in {other}: that format is not evaluated."]
+    scheme = names.rounded(qat)
+    if scheme in {*schemes, *beside}:
+        return []
+    return [
+        f"train.qat = {qat} is stored by {scheme}, which is not in quantize.schemes = {', '.join(schemes)}: that "
+        "format is not evaluated."
+    ]
 
 
 def check_schemes(recipe: Recipe, base: Path, objections: Objections | None = None) -> None:
@@ -152,23 +161,24 @@ def check_schemes(recipe: Recipe, base: Path, objections: Objections | None = No
     from qrl import quantize
     from qrl.quantize import settings as choices
 
-    found = Objections() if objections is None else objections
+    collected = Objections() if objections is None else objections
+    is_shipped = recipe.model in source.SHIPPED  # such a model fits every scheme, and the check imports torch
     for scheme in recipe.quantize.schemes:
-        settings = found.check(choices.of, scheme, recipe.quantize, recipe.seed)
-        if settings and recipe.model not in source.SHIPPED:  # which fits every scheme; the check imports torch
-            found.check(quantize.check_fit, base, settings)
+        settings = collected.check(choices.of, scheme, recipe.quantize, recipe.seed)
+        if settings and not is_shipped:
+            collected.check(quantize.check_fit, base, settings)
     if objections is None:
-        found.insist()
+        collected.insist()
 
 
-def _doubt(found: Objections, doubts: list[str], *, yes: bool) -> None:
+def _doubt(objections: Objections, doubts: list[str], *, yes: bool) -> None:
     """Object with what `--yes` passes over; with `yes`, only warn of it."""
     from qrl.study import report
 
     if yes:
         report.warn(doubts)
     else:
-        found.add(*(f"{doubt} {_ANYWAY}" for doubt in doubts))
+        objections.add(*(f"{doubt} {_ANYWAY}" for doubt in doubts))
 
 
 def rehearse(
@@ -197,44 +207,52 @@ def rehearse(
             base's answers are unhealthy or all wrong.
     """
     from qrl.study import forecast, trial
+    from qrl.train import footprint
 
-    found = Objections() if objections is None else objections
-    answered = ahead is not None and f"{names.BASE}:{names.FULL}" not in ahead.missing.get("evaluate", ())
-    if not answered:
-        found.check(_check_contamination, recipe)
-        doubts = found.check(_without_room, recipe, found)
-        _doubt(found, doubts or [], yes=yes)
-    found.insist()
-    if answered or ahead is None:
+    collected = Objections() if objections is None else objections
+    base_cell = f"{names.BASE}:{names.FULL}"
+    is_answered = ahead is not None and base_cell not in ahead.missing.get("evaluate", ())
+    if not is_answered:
+        collected.check(_check_contamination, recipe)
+        doubts = collected.check(_too_long, recipe, collected)
+        _doubt(collected, doubts or [], yes=yes)
+    collected.insist()
+    if is_answered or ahead is None:
         return
+
     base = source.locate(recipe.model)
-    shape = forecast.Shape.of(base)
+    shape = footprint.Shape.of(base)
     nodes = cluster.chosen()
     if nodes and device == "cuda" and not nodes.resources("main").gpus:
         click.echo(
             "      no trial: the study's own job has no GPU; steps.main.gpus in cluster.yaml gives it one", err=True
         )
         return
-    made = trial.run(recipe, base, device)
-    click.echo(trial.text(made, recipe), err=True)
+    answers = trial.run(recipe, base, device)
+    click.echo(trial.text(answers, recipe), err=True)
     engines = {recipe.evaluate.engine, recipe.rollout.engine}
     if device == "cpu" and engines == {"transformers"} and recipe.model in source.SHIPPED:
-        click.echo(f"      time: {_estimated(made, recipe, shape, ahead, methods)}", err=True)
-    needed = forecast.memory(recipe, shape, made.frame["prompt_tokens"].max())
-    weights, peak, free = map(forecast.size, (*needed, made.free))
-    sizes = f"about {peak} for training, {weights} of it for weights and optimizer; {free} are free"
-    click.echo(f"      memory: {sizes}", err=True)
-    doubts = trial.objections(made, recipe)
+        click.echo(f"      time: {_estimated(answers, recipe, shape, ahead, methods)}", err=True)
+
+    weight_bytes, peak_bytes = footprint.needed(recipe.train, shape, answers.frame["prompt_tokens"].max())
+    weights, peak, free = forecast.size(weight_bytes), forecast.size(peak_bytes), forecast.size(answers.free)
+    click.echo(
+        f"      memory: about {peak} for training, {weights} of it for weights and optimizer; {free} are free", err=True
+    )
+
+    doubts = trial.objections(answers, recipe)
     if yes and doubts:
         doubts.append("The health limits hold for the study too: a void cell of the base will end it.")
-    if "train" in ahead.missing and needed[0] > made.free:
-        remedy = "use train.method=qlora, a smaller model or a larger machine"
-        doubts.append(f"Training needs {weights} for weights and optimizer, but {free} are free: {remedy}.")
-    _doubt(found, doubts, yes=yes)
-    found.insist()
+    if "train" in ahead.missing and weight_bytes > answers.free:
+        doubts.append(
+            f"Training needs {weights} for weights and optimizer, but {free} are free: use train.method=qlora, a "
+            "smaller model or a larger machine."
+        )
+    _doubt(collected, doubts, yes=yes)
+    collected.insist()
 
 
-def _estimated(made: Trial, recipe: Recipe, shape: Shape, ahead: DryRun, methods: int) -> str:
+def _estimated(answers: Trial, recipe: Recipe, shape: Shape, ahead: DryRun, methods: int) -> str:
     """Return how long the study will take, for a model, engines and a device for which the speed of a trial says it.
 
     Elsewhere a batch of 20 does not. On a GPU with vLLM it said 12 minutes for 5.3, and 26 for 8; on a CPU, 55 minutes
@@ -242,12 +260,15 @@ def _estimated(made: Trial, recipe: Recipe, shape: Shape, ahead: DryRun, methods
     """
     from qrl.study import forecast
 
-    parts = forecast.seconds(made, recipe, shape, {step: len(labels) for step, labels in ahead.missing.items()})
-    parts = {name: seconds * methods for name, seconds in parts.items()}
-    parts["starting the steps"] = (len(ahead.folders) * methods + LAST_STEPS) * made.start_s
-    each = ", ".join(f"{name} {forecast.duration(seconds)}" for name, seconds in parts.items())
-    based = f"from the speed of these {len(made.frame)} answers; quantization and new environments come on top"
-    return f"about {forecast.duration(sum(parts.values()))} ({each}), {based}"
+    missing_counts = {step: len(labels) for step, labels in ahead.missing.items()}
+    seconds_of_one = forecast.seconds(answers, recipe, shape, missing_counts)
+    seconds_of = {step: seconds * methods for step, seconds in seconds_of_one.items()}
+    seconds_of["starting the steps"] = (len(ahead.folders) * methods + LAST_STEPS) * answers.start_s
+    parts = ", ".join(f"{name} {forecast.duration(seconds)}" for name, seconds in seconds_of.items())
+    return (
+        f"about {forecast.duration(sum(seconds_of.values()))} ({parts}), from the speed of these {len(answers.frame)} "
+        "answers; quantization and new environments come on top"
+    )
 
 
 def asked(recipe: Recipe) -> str:
@@ -255,7 +276,9 @@ def asked(recipe: Recipe) -> str:
     from qrl.steps import inputs
 
     count = len(inputs.evaluated(recipe))
-    return f"{count} held-out questions" + (", all there are" if count < recipe.evaluate.n else "")
+    if count < recipe.evaluate.n:
+        return f"{count} held-out questions, all there are"
+    return f"{count} held-out questions"
 
 
 def _check_contamination(recipe: Recipe) -> None:
@@ -269,38 +292,59 @@ def _check_contamination(recipe: Recipe) -> None:
         contamination.check(overlap, recipe.task, recipe.train.max_ngram_share)
 
 
-def _without_room(recipe: Recipe, found: Objections) -> list[str]:
-    """Return a sentence for each length that the model has no room for; the recipe's own are objections."""
+def _too_long(recipe: Recipe, objections: Objections) -> list[str]:
+    """Return a sentence for each kind of prompt that leaves the model too few positions for an answer.
+
+    Texts that are longer than the recipe's own limits are objections.
+    """
     from qrl.engine import hf
-    from qrl.quantize import settings as choices
     from qrl.steps import inputs
-    from qrl.tasks import prompt
-    from qrl.tasks import rows as task_rows
+    from qrl.tasks import lengths, prompt
 
     base = source.locate(recipe.model)
+    tokens, template = hf.tokenizer(base), prompt.of(recipe)
+    _check_calibration_lengths(recipe, tokens, template, objections)
+
     positions = checkpoint.positions(base)
-    tokens, template, objections = hf.tokenizer(base), prompt.of(recipe), []
-    asked = {
+    answer_limits = {
         "training": (inputs.trained, "train.max_completion_tokens", recipe.train.max_completion_tokens),
         "held-out": (inputs.evaluated, "evaluate.max_new_tokens", recipe.evaluate.max_new_tokens),
     }
-    for kind, (questions, key, answer) in asked.items():
-        longest = nlargest(LONGEST, questions(recipe), key=lambda question: len(question.question))
-        length = max(len(prompt.render(tokens, question.question, template)) for question in longest)
-        if positions and length + answer > positions:
-            wrong = f"A {kind} prompt of {length:,} tokens and {key} = {answer:,} exceed the model's {positions:,}"
-            remedy = f"set {key} to at most {positions - length:,}" if positions > length else "remove long questions"
-            objections.append(f"{wrong} positions: {remedy}.")
+    sentences = []
+    for kind, (read_questions, key, answer_tokens) in answer_limits.items():
+        prompt_tokens = lengths.longest_prompt(tokens, read_questions(recipe), template)
+        if not positions or prompt_tokens + answer_tokens <= positions:
+            continue
+        remedy = "remove long questions"
+        if prompt_tokens < positions:
+            remedy = f"set {key} to at most {positions - prompt_tokens:,}"
+        sentences.append(
+            f"A {kind} prompt of {prompt_tokens:,} tokens and {key} = {answer_tokens:,} exceed the model's "
+            f"{positions:,} positions: {remedy}."
+        )
+    return sentences
+
+
+def _check_calibration_lengths(
+    recipe: Recipe, tokens: Any, template: str | prompt.Template, objections: Objections
+) -> None:
+    """Object to calibration texts of the task that are longer than the recipe allows; raise BadInput for too few."""
+    from qrl.quantize import settings as choices
+    from qrl.steps import inputs
+    from qrl.tasks import lengths
+    from qrl.tasks import rows as task_rows
+
     for scheme in recipe.quantize.schemes:
         settings = choices.of(scheme, recipe.quantize, recipe.seed)
-        if settings.calibration == choices.TASK:
-            seeded = recipe.model_copy(update={"seed": settings.seed})
-            chosen = inputs.questions(seeded, "train", settings.samples)
-            task_rows.check_count(len(chosen), settings.samples, f"The task {recipe.task}")
-            longest = nlargest(LONGEST, chosen, key=lambda question: len(question.question + question.solution))
-            texts = [prompt.training_text(tokens, question, template) for question in longest]
-            if (length := max(map(len, tokens(texts, add_special_tokens=False)["input_ids"]))) > settings.max_tokens:
-                allowed = f"quantize.calibration_max_tokens is {settings.max_tokens:,}: raise it"
-                found.add(f"A calibration text has {length:,} tokens, question and solution, but {allowed}.")
-            break  # the other schemes have the same texts
-    return objections
+        if settings.calibration != choices.TASK:
+            continue
+        seeded = recipe.model_copy(update={"seed": settings.seed})
+        questions = inputs.questions(seeded, "train", settings.samples)
+        task_rows.check_count(len(questions), settings.samples, f"The task {recipe.task}")
+        length = lengths.longest_solution(tokens, questions, template)
+        if length > settings.max_tokens:
+            objections.add(
+                f"A calibration text has {length:,} tokens, question and solution, but quantize.calibration_max_tokens "
+                f"is {settings.max_tokens:,}: raise it."
+            )
+        return  # the other schemes have the same texts

@@ -1,5 +1,5 @@
 """Train a policy with GRPO or by distillation, and merge its adapter: a job in, full-precision weights out."""
 
-from qrl.train.job import Job, Trained
+from qrl.train.job import Job, Machine, Trained
 
-__all__ = ["Job", "Trained"]
+__all__ = ["Job", "Machine", "Trained"]

@@ -18,54 +18,49 @@ SAME = ("num_iterations", "importance_sampling_level", "epsilon", "epsilon_high"
 
 
 def check(settings: Train, questions: int) -> None:
-    """Raise BadInput if a step's batch does not fit processes, questions, rewards or saving; loads no weight."""
-    world = process.world_size()
-    check_batch(settings, world)
+    """Raise BadInput if a step's batch does not fit processes or questions; loads no weight."""
+    processes = process.world_size()
+    check_batch(settings, processes)
     if questions < settings.prompts_per_step:
-        drawn = f"a step draws train.prompts_per_step = {settings.prompts_per_step} different ones"
-        raise BadInput(f"There are {questions} training questions, but {drawn}: give more questions, or lower it.")
-    weights, rewards = len(settings.reward_weights), f"{len(settings.rewards)} rewards ({', '.join(settings.rewards)})"
-    if weights not in (0, len(settings.rewards)):
-        raise BadInput(f"train.reward_weights has {weights} numbers for {rewards}: give one per reward, or none.")
-    if settings.max_resamples and world > 1:
-        remedy = "leave it out, or start the step without torchrun or accelerate launch"
-        raise BadInput(f"train.max_resamples = {settings.max_resamples} works in one process, not {world}: {remedy}.")
-    if settings.teacher_placement != "process" and not settings.teacher:
-        what = f"train.teacher_placement = {settings.teacher_placement} has no effect without train.teacher"
-        raise BadInput(f"{what}: leave it out, or name a teacher.")
-    if settings.teacher_placement != "server" and settings.teacher_server != Train().teacher_server:
-        what = f"train.teacher_server = {settings.teacher_server} has no effect"
-        raise BadInput(f"{what}: set train.teacher_placement = server, or leave it out.")
-    if settings.save_every % settings.num_iterations:
         raise BadInput(
-            f"train.save_every = {settings.save_every} is no multiple of train.num_iterations = "
-            f"{settings.num_iterations}, but training cannot resume within a batch of completions: choose a multiple."
+            f"There are {questions} training questions, but a step draws train.prompts_per_step = "
+            f"{settings.prompts_per_step} different ones: give more questions, or lower it."
+        )
+    if settings.max_resamples and processes > 1:
+        raise BadInput(
+            f"train.max_resamples = {settings.max_resamples} works in one process, not {processes}: leave it out, or "
+            "start the step without torchrun or accelerate launch."
         )
 
 
-def check_batch(settings: Train, world: int, each: str = "processes") -> None:
+def check_batch(settings: Train, processes: int, unit: str = "processes") -> None:
     """Raise BadInput if processes, or GPUs, do not divide the completions of a step, or the micro-batch their share."""
     total = settings.prompts_per_step * settings.generations
     product = f"train.prompts_per_step {settings.prompts_per_step} × train.generations {settings.generations}"
-    if total % world:
+    if total % processes:
         raise BadInput(
-            f"{world} {each} do not divide the {total} completions of a step ({product}): choose a divisor of {total}."
+            f"{processes} {unit} do not divide the {total} completions of a step ({product}): choose a divisor of "
+            f"{total}."
         )
-    share, micro = total // world, settings.micro_batch
-    if micro < share and share % micro:
-        of = f"{share} completions of a step {f'in each of {world} {each} ' if world > 1 else ''}({product})"
-        divisor = next(size for size in range(micro, 0, -1) if not share % size)
-        raise BadInput(f"train.micro_batch = {micro} does not divide the {of}: choose a divisor, such as {divisor}.")
+    share, micro_batch = total // processes, settings.micro_batch
+    if micro_batch < share and share % micro_batch:
+        place = f"in each of {processes} {unit} " if processes > 1 else ""
+        divisor = next(size for size in range(micro_batch, 0, -1) if share % size == 0)
+        raise BadInput(
+            f"train.micro_batch = {micro_batch} does not divide the {share} completions of a step {place}({product}): "
+            f"choose a divisor, such as {divisor}."
+        )
 
 
-def make(job: Job, **more):
-    """Return GRPO's configuration; `more` are further arguments of it."""
+def make(job: Job, **further_arguments):
+    """Return GRPO's configuration, with further arguments of it."""
     from trl import GRPOConfig
 
-    settings, more = job.settings, rollout.arguments(job.rollout) | more
+    settings = job.settings
+    further_arguments = rollout.arguments(job.rollout) | further_arguments
     if settings.beta and not settings.adapter:
         # Else TRL spreads the reference over all GPUs.
-        more["model_init_kwargs"] = {"device_map": None}
+        further_arguments["model_init_kwargs"] = {"device_map": None}
     return on_one_gpu(
         GRPOConfig(
             **common(job),
@@ -74,7 +69,7 @@ def make(job: Job, **more):
             loss_type=settings.loss,
             mask_truncated_completions=settings.mask_truncated,
             reward_weights=list(settings.reward_weights) or None,
-            **more,
+            **further_arguments,
         )
     )
 

@@ -18,54 +18,45 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Train
 from qrl.tasks import prompt
-from qrl.train import arguments, loop, policy, sharded
-from qrl.train.job import Job, Trained
+from qrl.train import arguments, footprint, loop, policy, rollout, sharded
+from qrl.train.job import Job, Machine, Trained
 from qrl.train.monitor import metrics
 from qrl.train.qat import prepare
 from qrl.train.teacher import Likeliest, Teacher, local, server
 from qrl.train.trl.distillation import distillation_trainer
 
 
-def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job) -> None:
-    """Check that this distillation is possible, before any weight is loaded; `base` is the student's.
+def check(job: Job, machine: Machine) -> None:
+    """Check that this distillation is possible, before any weight is loaded.
 
     Raises:
-        BadInput: teacher or student is quantized, their vocabularies or tokens' ids differ, an adapter, watchers or
-            supervised fine-tuning are configured, weights and optimizer do not fit into memory, FSDP runs on a CPU or
-            is too old, the batch does not divide, there are too few questions, or the teacher's server does not score
-            as the recipe says.
+        BadInput: teacher or student is quantized, their vocabularies or tokens' ids differ, nothing here samples as the
+            recipe says, weights and optimizer do not fit into memory, FSDP runs on a CPU or is too old, the batch does
+            not divide, there are too few questions, or the teacher's server does not score as the recipe says.
     """
     settings = job.settings
-    if settings.algorithm == "sft":
-        raise BadInput("train.algorithm = sft trains on worked solutions, but train.teacher distils: leave one out.")
-    for key in ("mask_truncated", "max_resamples"):
-        if getattr(settings, key):
-            raise BadInput(f"train.{key} has no effect where train.teacher distils, without rewards: leave it out.")
-    if job.watch.stop or job.watch.probe_every:
-        reason = "train.teacher trains without watchers, which read GRPO's rewards"
-        raise BadInput(f"{reason}: leave watch.stop out, and watch.probe_every at 0.")
+    base, teacher = checkpoint.check(job.base), _teacher_of(job)
     for model, role in ((base, "student's base"), (teacher, "teacher")):
         if model.quantization:
             raise BadInput(f"The {role} {model.path} is stored in {model.quantization}: give full-precision weights.")
-    own, other = (checkpoint.config(model.path).get("vocab_size") for model in (base, teacher))
-    if own != other:
-        raise BadInput(
-            f"The teacher {teacher.path} has a vocabulary of {other}, but the student one of {own}: choose a teacher "
-            "of the same model family."
-        )
-    if base.digest != teacher.digest:
-        _check_tokens(base, teacher)
-    if settings.adapter:
-        reason = f"train.teacher distils into all weights, but train.method = {settings.method} trains an adapter"
-        raise BadInput(f"{reason}: set train.method = full.")
-    sharded.check(settings, job.device)
-    tensors = checkpoint.entries(base.path)
-    policy.check(settings, tensors)
-    policy.check_memory(settings, policy.parameters(base), job.device, policy.parameters(teacher))
+    _check_vocabularies(base, teacher)
+    rollout.check_job(job, machine)
+    sharded.check(settings, machine.device)
+    policy.check(settings, checkpoint.entries(base.path))
+    parameters, teacher_parameters = footprint.parameters(base), footprint.parameters(teacher)
+    footprint.check_total(settings, parameters, machine.device, teacher_parameters)
     arguments.check(settings, len(job.questions))
     prepare.check(settings, base.path, job.group_size)
     if settings.teacher_placement == "server":
         server.check(teacher, job)
+    if machine.device == "cuda":
+        rollout.check_memory(job.rollout, settings, parameters, teacher_parameters)
+
+
+def _teacher_of(job: Job) -> checkpoint.Checkpoint:
+    if job.teacher is None:
+        raise ValueError("a distillation needs the folder of its teacher: `Job.teacher`")
+    return checkpoint.check(job.teacher)
 
 
 def startup_warnings(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, settings: Train) -> dict[str, str]:
@@ -78,11 +69,23 @@ def startup_warnings(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint
     }
 
 
-def _check_tokens(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint) -> None:
-    """Raise BadInput where a token of both vocabularies has two ids; tokens that only one has may differ."""
-    own, other = (_used_tokens(model.path) for model in (base, teacher))
-    if moved := sorted(token for token in own.keys() & other.keys() if own[token] != other[token]):
-        ids = f"{moved[0]!r} is token {other[moved[0]]} there and {own[moved[0]]} in the student's"
+def _check_vocabularies(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint) -> None:
+    """Raise BadInput where sizes differ, or a token of both has two ids; tokens that only one has may differ."""
+    student_size = checkpoint.config(base.path).get("vocab_size")
+    teacher_size = checkpoint.config(teacher.path).get("vocab_size")
+    if student_size != teacher_size:
+        raise BadInput(
+            f"The teacher {teacher.path} has a vocabulary of {teacher_size}, but the student one of {student_size}: "
+            "choose a teacher of the same model family."
+        )
+    if base.digest == teacher.digest:
+        return
+    student_ids, teacher_ids = _used_tokens(base.path), _used_tokens(teacher.path)
+    shared = student_ids.keys() & teacher_ids.keys()
+    moved = sorted(token for token in shared if student_ids[token] != teacher_ids[token])
+    if moved:
+        token = moved[0]
+        ids = f"{token!r} is token {teacher_ids[token]} there and {student_ids[token]} in the student's"
         raise BadInput(
             f"The teacher {teacher.path} gives {len(moved)} tokens other ids ({ids}), but distillation compares ids: "
             "choose a teacher of the same model family."
@@ -92,17 +95,18 @@ def _check_tokens(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint) -
 def _used_tokens(folder: Path) -> dict[str, int]:
     """Return the ids of tokens that texts hold: Llama 3.1 moved some that Llama 3 only reserves."""
     tokens = hf.tokenizer(folder)
-    special = {str(each) for each in tokens.added_tokens_decoder.values() if each.special}
-    unused = {each for each in special - set(tokens.all_special_tokens) if each not in str(tokens.chat_template)}
+    special = {str(token) for token in tokens.added_tokens_decoder.values() if token.special}
+    reserved = special - set(tokens.all_special_tokens)
+    unused = {token for token in reserved if token not in str(tokens.chat_template)}
     return {token: number for token, number in tokens.get_vocab().items() if token not in unused}
 
 
-def run(job: Job, teacher: Path) -> Trained:
-    """Distil a teacher into a job's base, or resume a killed try; raise BadInput if `check` refuses the job."""
-    base, checked = checkpoint.check(job.base), checkpoint.check(teacher)
-    check(base, checked, job)
+def run(job: Job) -> Trained:
+    """Distil a job's teacher into its base, or resume a killed try; `check` accepts the job."""
+    base, teacher = checkpoint.check(job.base), _teacher_of(job)
     process.hush_transformers()
-    return loop.run(make_trainer(job, teacher), job, base, metrics.DISTILLATION, {"teacher": checked.digest})
+    digests = {"teacher": teacher.digest} if process.world_size() > 1 else {}  # which reads all of its weights
+    return loop.run(make_trainer(job, teacher.path), job, base, metrics.DISTILLATION, digests)
 
 
 def make_trainer(job: Job, teacher: Path):
@@ -132,10 +136,10 @@ def _teacher(teacher: checkpoint.Checkpoint, job: Job) -> Teacher:
     """Return what scores, as `train.teacher_placement` says; the first process checks a server's model."""
     if job.settings.teacher_placement != "server":
         return local.Local(teacher.path, job.settings, job.device)
-    found = server.of(teacher, job.settings)
+    scoring_server = server.of(teacher, job.settings)
     if process.rank() == 0:
-        server.compare(teacher, found, functools.partial(divergence, reverse=0.0))
-    return found
+        server.compare(teacher, scoring_server, functools.partial(divergence, reverse=0.0))
+    return scoring_server
 
 
 def divergence(student: Tensor, teacher: Likeliest, *, reverse: float, temperature: float = 1.0) -> Tensor:
@@ -154,7 +158,7 @@ def divergence(student: Tensor, teacher: Likeliest, *, reverse: float, temperatu
     """
     target = teacher.scores.log_softmax(-1)
     # Gathered first: (N, V) in fp32, and its gradient, would be written and read for K of V columns.
-    own = (student.gather(-1, teacher.tokens).float() / temperature).log_softmax(-1)
-    forward_kl = kl_div(own, target, reduction="none", log_target=True).sum(-1)
-    reverse_kl = kl_div(target, own, reduction="none", log_target=True).sum(-1)
+    scores = (student.gather(-1, teacher.tokens).float() / temperature).log_softmax(-1)
+    forward_kl = kl_div(scores, target, reduction="none", log_target=True).sum(-1)
+    reverse_kl = kl_div(target, scores, reduction="none", log_target=True).sum(-1)
     return (1 - reverse) * forward_kl + reverse * reverse_kl

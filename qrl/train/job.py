@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import nlargest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from qrl import tasks
     from qrl.tasks import prompt
 
-_RENDERED = 50  # questions whose tokens are counted: those of most characters
 Log = Callable[[dict[str, float], int], None]  # metrics by name, and the optimizer step
 
 
@@ -29,6 +27,15 @@ class Alarm:
     watcher: str  # entropy, signal, kl, truncation, probe, rollout or resample; format and gap before the first step
     step: int
     sentence: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What trains: this machine, or nodes of a cluster."""
+
+    device: str  # "cpu" or "cuda"
+    gpus: int | None = None  # that a cluster gives to a training; None: those of this machine
+    processes: int = 1  # that a cluster starts
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Job:
     out: Path  # folder to make; it appears whole, by rename
     rollout: Rollout = Rollout()
     watch: Watch = Watch()
+    teacher: Path | None = None  # full-precision checkpoint folder of the model that scores in a distillation
     group_size: int = groups.USUAL  # of train.qat in integers with groups: inputs that share a scale
     probed: Sequence[tasks.Question] = ()  # for held-out accuracy during training, where `watch.probe_every` is set
     log: Log = lambda metrics, step: None
@@ -54,11 +62,11 @@ class Job:
     def longest(self) -> int:
         """Return the tokens of the longest prompt plus `train.max_completion_tokens`."""
         from qrl.engine import hf
-        from qrl.tasks import prompt
+        from qrl.tasks import lengths
 
-        tokens, asked = hf.tokenizer(self.base), (each.question for each in (*self.questions, *self.probed))
-        prompts = (prompt.render(tokens, question, self.template) for question in nlargest(_RENDERED, asked, key=len))
-        return max(map(len, prompts)) + self.settings.max_completion_tokens
+        questions = (*self.questions, *self.probed)
+        prompt_tokens = lengths.longest_prompt(hf.tokenizer(self.base), questions, self.template)
+        return prompt_tokens + self.settings.max_completion_tokens
 
 
 @dataclass(frozen=True)

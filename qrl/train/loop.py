@@ -20,11 +20,17 @@ from qrl.train.monitor import metrics, probe
 from qrl.train.qat import prepare
 
 
-def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more: Mapping[str, str] = {}) -> Trained:
+def run(
+    trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, further_digests: Mapping[str, str] = {}
+) -> Trained:
     """Train with TRL's trainer and write the outcome.
 
     Args:
-        more: digests of further inputs, by what they are, which processes that train together compare.
+        trainer: TRL's, made for the job.
+        job: what is trained.
+        base: what it starts from.
+        kind: which metrics the trainer logs.
+        further_digests: of other inputs, by what they are, which processes that train together compare.
 
     Raises:
         QrlError: trained weights are NaN or infinite, or the base under an adapter changed in memory.
@@ -32,14 +38,15 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
     from transformers import PrinterCallback
 
     if process.world_size() > 1:
-        parallel.agree({**start(base, job), **more})
-    elif job.settings.adapter:
-        _ = base.digest  # which the adapter will name, whatever the folder holds by then
+        parallel.agree({**start(base, job), **further_digests})
+    # Read now, since an adapter names what it was trained over, whatever the folder holds at the end.
+    base_digest = base.digest if job.settings.adapter else ""
+
     prepare.begin(trainer, job)
     model = trainer.accelerator.unwrap_model(trainer.model)
-    watching = probe.callback(trainer, job)
-    trainer.add_callback(watching)
-    trainer.add_callback(_no_further_step())  # after the others, whose training begins too
+    prober = probe.callback(trainer, job)
+    trainer.add_callback(prober)
+    trainer.add_callback(_no_further_step())  # the last, so that the others see the training begin
     frozen = Guard(model, job.settings.adapter)
     trainer.remove_callback(PrinterCallback)
     if process.rank() == 0:
@@ -61,7 +68,7 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
             raise QrlError(f"Training has left NaN or infinity in {name}: lower train.learning_rate. Nothing is kept.")
         if not job.settings.adapter:
             kept = save.update(model, base, save.stored_in(job.settings, base), state).kept
-        save.trained(model, base, job, state)
+        save.trained(model, base, job, state, base_digest=base_digest)
     trainer.accelerator.wait_for_everyone()
     return Trained(
         path=job.out,
@@ -71,7 +78,7 @@ def run(trainer, job: Job, base: checkpoint.Checkpoint, kind: metrics.Kind, more
         completions=metrics.completions(job.work, job.settings, kind),
         resumed_from=step(last) if last else 0,
         seconds=seconds,
-        stopped=watching.stopped,
+        stopped=prober.stopped,
         kept=kept,
     )
 
@@ -133,7 +140,7 @@ def _broken(path: Path) -> str | None:
         for file in weights:
             if not header.read(file):
                 return f"{file.name} holds no weights"
-        for name in (*sharded.optimizer_files(step(path)), "scheduler.pt", *states):
+        for name in (sharded.optimizer_file(), "scheduler.pt", *states):
             if (bad := zipfile.ZipFile(path / name).testzip()) is not None:
                 return f"{name} holds a damaged {bad}"
     except (OSError, ValueError, zipfile.BadZipFile, BadInput) as error:

@@ -7,7 +7,6 @@ they end with it, however it ends. Under `torchrun` or `accelerate launch` all a
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import socket
 import subprocess
@@ -36,14 +35,7 @@ CONFIGURATIONS: Mapping[str, Mapping[str, str]] = {  # what `accelerate launch` 
         "FSDP_RESHARD_AFTER_FORWARD": "true",
         "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
     },
-    "zero3": {
-        "ACCELERATE_USE_DEEPSPEED": "true",
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-        "ACCELERATE_DEEPSPEED_ZERO3_INIT": "false",
-        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-    },
 }
-DEEPSPEED = "deepspeed==0.19.8"
 _GRACE_S = 20  # for the first process to notice a failure
 _LAST = 2000  # bytes of a process's output in which its sentence is
 
@@ -59,51 +51,32 @@ def check(settings: Train, device: str, gpus: int | None = None) -> None:
     """Check that this machine, or nodes of a cluster with `gpus`, can train as `train.parallel` says; loads nothing.
 
     Raises:
-        BadInput: there are too few GPUs, or the device or the method does not allow it.
+        BadInput: there are too few GPUs, or the device does not allow it.
     """
     if _launched() and gpus is None:
         _check_launched(device)
-    chosen, count = settings.parallel, settings.processes
-    if chosen == "zero3" or process.zero():
-        _check_zero3(settings)
-    if settings.teacher_placement == "sharded" and chosen == "none" and process.world_size() == 1:
-        where = "train.teacher_placement = sharded spreads the teacher over several processes, but one trains"
-        raise BadInput(f"{where}: set train.parallel = ddp, or leave it out.")
-    if chosen == "none":
-        if count is not None:
-            raise BadInput(f"train.processes = {count} has no effect without train.parallel: set it to ddp or fsdp2.")
+    method, count = settings.parallel, settings.processes
+    if settings.teacher_placement == "sharded" and method == "none" and process.world_size() == 1:
+        raise BadInput(
+            "train.teacher_placement = sharded spreads the teacher over several processes, but one trains: set "
+            "train.parallel = ddp, or leave it out."
+        )
+    if method == "none":
         return
-    if chosen == "fsdp2" and device == "cpu":
+    if method == "fsdp2" and device == "cpu":
         raise BadInput("train.parallel = fsdp2 shards over GPUs, but this run's device is the CPU: use ddp, or GPUs.")
     if _launched():
         return
-    here = gpus is None
-    gpus = devices.gpus(device) if here else gpus
+    is_this_machine = gpus is None
+    if is_this_machine:
+        gpus = devices.gpus(device)
     if device != "cuda" and count is None:
-        raise BadInput(f"train.parallel = {chosen} takes a process per GPU, and there is none: set train.processes.")
+        raise BadInput(f"train.parallel = {method} takes a process per GPU, and there is none: set train.processes.")
     if device == "cuda" and gpus < (count or 2):
-        wanted = f"train.processes = {count}" if count else f"train.parallel = {chosen}"
-        there = f"{'this machine has' if here else 'cluster.yaml asks for'} {gpus} GPU{'s' * (gpus != 1)}"
-        remedy = "lower it, or leave it out" if here else "raise steps.train.gpus, or lower it"
-        raise BadInput(f"{wanted} needs {count or 2} GPUs, but {there}: {remedy}.")
-
-
-def _check_zero3(settings: Train) -> None:
-    """Raise BadInput if DeepSpeed is not installed, or would divide anything but a model that is trained whole.
-
-    In bf16 it keeps fp32 masters in its optimizer, so that what is saved would be their rounded copies.
-    """
-    fields = (("method", settings.method, "full"), ("qat", settings.qat, "none"), ("dtype", settings.compute, "fp32"))
-    for key, chosen, only in fields:
-        if chosen != only:
-            raise BadInput(f"DeepSpeed (zero3) is for train.{key} = {only}, but it is {chosen}: use fsdp2.")
-    if settings.teacher:
-        raise BadInput("DeepSpeed (zero3) distils from no teacher, but train.teacher is set: use fsdp2.")
-    if importlib.util.find_spec("deepspeed") is None:
-        raise BadInput(
-            f"train.parallel = zero3 needs DeepSpeed, which this environment lacks: uv pip install --python "
-            f"{sys.executable} {DEEPSPEED}; or use fsdp2, which divides weights, gradients and optimizer states too."
-        )
+        setting = f"train.processes = {count}" if count else f"train.parallel = {method}"
+        owner = "this machine has" if is_this_machine else "cluster.yaml asks for"
+        remedy = "lower it, or leave it out" if is_this_machine else "raise steps.train.gpus, or lower it"
+        raise BadInput(f"{setting} needs {count or 2} GPUs, but {owner} {_counted(gpus)}: {remedy}.")
 
 
 @contextmanager
@@ -119,8 +92,8 @@ def group(settings: Train, device: str) -> Iterator[int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    with process.variables(**configured, **place, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)):
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    with process.variables(**configured, **ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)):
         yield count - 1
 
 
@@ -166,8 +139,9 @@ def agree(start: Mapping[str, str]) -> None:
     from accelerate.utils import gather_object
 
     first, *rest = gather_object([dict(start)])
-    for rank, other in enumerate(rest, 1):
-        if different := [name for name in first if first[name] != other[name]]:
+    for rank, digests in enumerate(rest, 1):
+        different = [name for name in first if first[name] != digests[name]]
+        if different:
             raise BadInput(
                 f"Process {rank} of the training has other {' and '.join(different)} than process 0: give all of them "
                 "the same recipe, files, versions and kind of GPU, and delete `.qrl` where it is not shared."
@@ -187,12 +161,16 @@ def digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 def _check_launched(device: str) -> None:
     """Raise BadInput if this process has no GPU of its own; a launcher may also show each process its GPU alone."""
-    gpus, own = devices.gpus(device), process.local_rank()
-    if device == "cuda" and own >= gpus:
+    gpus, rank = devices.gpus(device), process.local_rank()
+    if device == "cuda" and rank >= gpus:
         raise BadInput(
-            f"Process {own} of the training on this machine needs a GPU of its own, but the machine has {gpus} "
-            f"GPU{'s' * (gpus != 1)}: lower --nproc-per-node, or steps.train.gpus in cluster.yaml."
+            f"Process {rank} of the training on this machine needs a GPU of its own, but the machine has "
+            f"{_counted(gpus)}: lower --nproc-per-node, or steps.train.gpus in cluster.yaml."
         )
+
+
+def _counted(gpus: int) -> str:
+    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
 def _launched() -> bool:
@@ -200,8 +178,9 @@ def _launched() -> bool:
 
 
 def _start(rank: int, log: Path) -> subprocess.Popen:
-    here = {"RANK": str(rank), "LOCAL_RANK": str(rank), process.FOLDER: os.getcwd(), process.FIRST: str(os.getpid())}
-    variables = {key: value for key, value in os.environ.items() if key != "MLFLOW_RUN_ID"} | here
+    variables = {key: value for key, value in os.environ.items() if key != "MLFLOW_RUN_ID"}  # the first one logs
+    variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    variables |= {process.FOLDER: os.getcwd(), process.FIRST: str(os.getpid())}
     words = [sys.executable, "-m", "qrl", "train", "--recipe", str(log.parent / "recipe.yaml")]
     with log.open("wb") as output:
         return subprocess.Popen(words, cwd=process.ROOT, env=variables, stdout=output, stderr=output)
@@ -217,8 +196,8 @@ def _failure(started: list[subprocess.Popen], logs: list[Path], wait_s: float = 
         if code:
             lines = log.read_bytes()[-_LAST:].decode("utf-8", errors="replace").split("\n")
             last = next((line.strip() for line in reversed(lines) if line.strip()), "it wrote nothing")
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            return f"Process {rank} of the training, of 0 to {len(started)}, ended with {how}: {last}"
+            ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+            return f"Process {rank} of the training, of 0 to {len(started)}, ended with {ending}: {last}"
     return ""
 
 

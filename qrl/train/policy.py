@@ -6,13 +6,12 @@ double quantization (arXiv 2305.14314, sections 3 and 4). The reference policy i
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from qrl import checkpoint, process
+from qrl import process
 from qrl.checkpoint.header import Entry
 from qrl.engine import attention, pretrained
 from qrl.errors import BadInput
@@ -20,103 +19,22 @@ from qrl.recipe import PACKED, Train
 
 RECORD = "qrl_base.json"  # beside an adapter: what it was trained over
 HEADS = ("lm_head", "embed_out", "output")  # output heads: TRL reads their weights without any adapter
-GRADIENTS, MOMENTS, REFERENCE, TEACHER = "gradients", "AdamW's moments", "the reference", "the teacher"  # of `resident`
-_STORED = {"fp32": 4, "bf16": 2, "int8": 1, "nf4": 0.5}  # bytes of a weight, at least
 
 
 def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
-    """Raise BadInput if adapter or storage settings fit neither one another nor the names in the weight files."""
-    stored = f"train.base_storage = {settings.storage}"
+    """Raise BadInput if FSDP cannot shard the base, or if a target of the adapter is no linear of the model."""
     if not settings.adapter:
-        remedy = "leave it out, or set train.method = lora or qlora"
-        if keys := [key for key in ("lora_rank", "lora_alpha", "lora_targets") if getattr(settings, key)]:
-            raise BadInput(f"train.{keys[0]} is set, but train.method = full trains all weights, no adapter: {remedy}.")
-        if settings.storage != "fp32":
-            raise BadInput(f"{stored} stores the base in too few bits to train its own weights: {remedy}.")
         return
     if settings.packed and process.sharded():
         remedy = "launch without FSDP, so that each process has the whole base, or set train.base_storage = bf16"
-        raise BadInput(f"{stored} packs the base into codes, but FSDP cannot shard them: {remedy}.")
-    if settings.storage == "bf16" and settings.compute == "fp32":
-        raise BadInput(f"{stored} computes in bf16, but train.dtype is fp32: leave one of the two out.")
-    if settings.store_dtype != "auto":
-        advice = "leave it out, and set merge.store_dtype, since merging stores the weights"
-        raise BadInput(f"train.store_dtype = {settings.store_dtype} does not apply to an adapter: {advice}.")
+        raise BadInput(
+            f"train.base_storage = {settings.storage} packs the base into codes, but FSDP cannot shard them: {remedy}."
+        )
     linears = _linears(tensors)
     for target in settings.lora_targets:
         if not any(name == target or name.endswith(f".{target}") for name in linears):
             leaves = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
             raise BadInput(f"train.lora_targets names '{target}', which is no linear of the model: give {leaves}.")
-
-
-def resident(settings: Train, parameters: int, teacher: int = 0) -> dict[str, float]:
-    """Return the least bytes that training holds in the memory of each process, by what they are.
-
-    Activations and the KV cache are not counted, nor is an adapter, which is small; FSDP's processes share the rest.
-    Where accelerate's own settings may keep a part of it in the host's memory, only the teacher is counted.
-
-    Args:
-        parameters: of the model.
-        teacher: parameters of a distillation's teacher; its linears are stored as they are computed.
-    """
-    shares = {"process": 1, "sharded": process.world_size(), "server": math.inf}[settings.teacher_placement]
-    scores = {TEACHER: _STORED[settings.compute] * teacher / shares} if teacher else {}
-    if process.zero() or os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-        return scores
-    held = parameters / (process.world_size() if process.sharded() else 1)
-    if settings.adapter:
-        return {"weights": _STORED[settings.storage] * held} | scores
-    has_reference = settings.beta and not settings.teacher and settings.algorithm != "sft"
-    reference = {REFERENCE: 4 * held} if has_reference else {}
-    return {"weights": 4 * held, GRADIENTS: 4 * held, MOMENTS: 8 * held} | reference | scores
-
-
-def parameters(model: checkpoint.Checkpoint) -> int:
-    """Return how many parameters a checkpoint's model has; some store a tied head twice."""
-    tied = {"lm_head.weight"} if checkpoint.config(model.path).get("tie_word_embeddings") else set()
-    return sum(entry.numel for name, entry in checkpoint.entries(model.path).items() if name not in tied)
-
-
-def check_memory(settings: Train, parameters: int, device: str, teacher: int = 0) -> None:
-    """Raise BadInput if what full training holds, a reference and a teacher too, exceeds the device's whole memory.
-
-    Args:
-        parameters: of the model.
-        teacher: parameters of a distillation's teacher.
-    """
-    held = {} if settings.adapter else resident(settings, parameters, teacher)
-    have, scores, reference = _memory_bytes(device), held.pop(TEACHER, 0), held.pop(REFERENCE, 0)
-    without = sum(held.values())
-    if without > have:
-        ways = [] if settings.teacher or settings.algorithm == "sft" else ["train.method = lora or qlora"]
-        ways += ["train.parallel = fsdp2 on more GPUs"] if device == "cuda" and settings.algorithm != "sft" else []
-        raise BadInput(
-            f"train.method = full keeps master weights, gradients and AdamW's two moments in fp32: {_gib(without)} "
-            f"for this model, but this {device} has {_gib(have)}: {' or '.join(['take a smaller model', *ways])}."
-        )
-    if (need := without + scores) > have:
-        raise BadInput(
-            f"The teacher needs {_gib(scores)} beside the {_gib(without)} of full training, but this {device} has "
-            f"{_gib(have)}: take a smaller one, or set train.teacher_placement = server."
-        )
-    if (need := without + reference) > have:
-        raise BadInput(
-            f"train.beta = {settings.beta:g} with train.method = full keeps a second copy of the weights as the "
-            f"reference: {_gib(need)} with the optimizer, but this {device} has {_gib(have)}: set "
-            "train.beta = 0, or train.method = lora or qlora, where the reference is the base with the adapter off."
-        )
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.0f} GiB"
-
-
-def _memory_bytes(device: str) -> int:
-    if device == "cuda":
-        return torch.cuda.get_device_properties(process.local_rank()).total_memory
-    import psutil
-
-    return psutil.virtual_memory().total
 
 
 def _linears(tensors: Mapping[str, Entry]) -> list[str]:

@@ -23,19 +23,11 @@ _CHECKED = 2  # solutions that a reward of the user's is tried on before the run
 
 
 def check(settings: Train, questions: Sequence[tasks.Question]) -> None:
-    """Raise BadInput if a setting of a reward has no effect, or if a function of the user's fails on solutions.
+    """Raise BadInput if a function of the user's cannot be loaded, or fails on solutions.
 
     Args:
         questions: to try the functions on; none only loads them.
     """
-    length, limit = settings.soft_overlong_tokens, settings.max_completion_tokens
-    if length is not None and "soft_overlong" not in settings.rewards:
-        remedy = "add soft_overlong to train.rewards, or leave it out"
-        raise BadInput(f"train.soft_overlong_tokens = {length} has no effect without that reward: {remedy}.")
-    if length is not None and length > limit:
-        raise BadInput(
-            f"train.soft_overlong_tokens = {length} exceeds train.max_completion_tokens = {limit}: lower it."
-        )
     for path in own.files("", settings.rewards):
         own.read(path)
     for name in filter(_is_own, settings.rewards):
@@ -86,17 +78,22 @@ def functions(
     def flexible(completions: list, answer: list[str], **_) -> list[float]:
         batch = verdicts(completions, answer)
         claims = [_claimed(task, *pair) for pair in zip(_texts(completions), batch, strict=True)]
-        places = [place for place, claim in enumerate(claims) if claim is not None]
-        again = tasks.grade_many(task, [claims[place] for place in places], [answer[place] for place in places])
-        right = dict(zip(places, (verdict.strict for verdict in again), strict=True))
-        return [float(right.get(place, verdict.flexible)) for place, verdict in enumerate(batch)]
+        indices = [index for index, claim in enumerate(claims) if claim is not None]
+        claim_verdicts = tasks.grade_many(
+            task, [claims[index] for index in indices], [answer[index] for index in indices]
+        )
+        is_right = {index: verdict.strict for index, verdict in zip(indices, claim_verdicts, strict=True)}
+        return [float(is_right.get(index, verdict.flexible)) for index, verdict in enumerate(batch)]
 
     def leak(completions: list, completion_ids: list[list[int]], question: list[str], **_) -> list[float]:
         special, markers = set(tokens.all_special_ids), [token for token in tokens.all_special_tokens if token]
         bodies = (ids[:-1] if special.intersection(ids[-1:]) else ids for ids in completion_ids)  # TRL keeps the end
-        written = (hf.completion(tokens, ids, set(), special) for ids in bodies)
-        leaks = (leaked(text, each.text, each.raw, markers) for text, each in zip(question, written, strict=True))
-        return [LEAK if is_leak else 0.0 for is_leak in leaks]
+        answers = (hf.completion(tokens, ids, set(), special) for ids in bodies)
+        rewards = []
+        for text, answer in zip(question, answers, strict=True):
+            is_leak = leaked(text, answer.text, answer.raw, markers)
+            rewards.append(LEAK if is_leak else 0.0)
+        return rewards
 
     built_in = {"correct": correct, "format": format, "flexible": flexible, "leak": leak}
     if "soft_overlong" in names:
@@ -112,17 +109,31 @@ def _claimed(task: str, completion: str, verdict: tasks.Verdict) -> str | None:
     """
     if own.is_file(task):
         return None
-    boxed = task in tasks.BOXED
-    if (tags := _TAG.findall(completion)) and tags[-1].strip():
-        return rf"\boxed{{{tags[-1].strip()}}}" if boxed else f"#### {tags[-1].strip()}"
+    is_boxed = task in tasks.BOXED
+    tags = _TAG.findall(completion)
+    tagged = tags[-1].strip() if tags else ""
+    if tagged:
+        return rf"\boxed{{{tagged}}}" if is_boxed else f"#### {tagged}"
     if verdict.parsed is not None:
         return completion
-    if phrases := _PHRASE.findall(completion):
-        if boxed:
-            formula = _FORMULA.search(phrases[-1])
-            return rf"\boxed{{{formula[1] if formula else phrases[-1].strip(' $')}}}"
-        if (values := number.numbers(number.tidy(phrases[-1].rpartition("=")[2]))) and values[0] is not None:
-            return f"#### {number.text(values[0])}"
+    phrases = _PHRASE.findall(completion)
+    if not phrases:
+        return None
+    return _boxed_phrase(phrases[-1]) if is_boxed else _numbered_phrase(phrases[-1])
+
+
+def _boxed_phrase(phrase: str) -> str:
+    """Return what follows "answer is" as a box: its formula, if it has one."""
+    formula = _FORMULA.search(phrase)
+    content = formula[1] if formula else phrase.strip(" $")
+    return rf"\boxed{{{content}}}"
+
+
+def _numbered_phrase(phrase: str) -> str | None:
+    """Return the first number of what follows "answer is", behind the last equals sign; None without one."""
+    values = number.numbers(number.tidy(phrase.rpartition("=")[2]))
+    if values and values[0] is not None:
+        return f"#### {number.text(values[0])}"
     return None
 
 

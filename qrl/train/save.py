@@ -17,16 +17,19 @@ from qrl.train.job import Job
 from qrl.workspace import written_whole
 
 
-def trained(model, base: checkpoint.Checkpoint, job: Job, state: dict[str, torch.Tensor] | None = None) -> None:
+def trained(
+    model, base: checkpoint.Checkpoint, job: Job, state: dict[str, torch.Tensor] | None = None, *, base_digest: str
+) -> None:
     """Write a job's outcome: an adapter and what it was trained over, or all weights.
 
-    Activation scales of QAT stand beside its weights. `state` is as in `write`.
+    Activation scales of QAT are written to the same folder as its weights. `state` is as in `write`, and `base_digest`
+    is that of the base before training: an adapter names it.
     """
     settings = job.settings
 
     def note(folder: Path) -> None:
         if settings.adapter:
-            policy.record(folder, settings, base.digest)
+            policy.record(folder, settings, base_digest)
         elif (scales := linears.read_activation_scales(job.work)) is not None:
             linears.write_activation_scales(folder, scales)
 

@@ -12,49 +12,43 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Train
 from qrl.tasks import prompt
-from qrl.train import arguments, loop, policy
-from qrl.train.job import Job, Trained
+from qrl.train import arguments, footprint, loop, policy, rollout
+from qrl.train.job import Job, Machine, Trained
 from qrl.train.monitor import metrics
 from qrl.train.trl.grpo import question_order
 
-_OF_OTHERS = ("qat", "method")
 
-
-def check(base: checkpoint.Checkpoint, job: Job) -> None:
+def check(job: Job, machine: Machine) -> None:
     """Check that this training is possible, before any weight is loaded.
 
     Raises:
-        BadInput: the base is quantized, weights are to be quantized or an adapter trained, a watcher is to stop the
-            training, several processes train, weights and optimizer do not fit into memory, a question has no worked
-            solution, or a step's batch does not fit.
+        BadInput: the base is quantized, several processes train, weights and optimizer do not fit into memory, a
+            question has no worked solution, or a step's batch does not fit.
     """
-    settings = job.settings
+    settings, base = job.settings, checkpoint.check(job.base)
     if base.quantization:
         raise BadInput(f"{base.path} is stored in {base.quantization}: training starts from full-precision weights.")
-    for name in _OF_OTHERS:
-        if getattr(settings, name) != (default := type(settings).model_fields[name].default):
-            what = f"train.algorithm = sft trains all weights in full precision, but train.{name}"
-            raise BadInput(f"{what} = {getattr(settings, name)}: set it to {default}.")
-    if others := set(job.watch.stop) - {"probe"}:
-        reason = f"train.algorithm = sft has no rewards, which watch.stop = {', '.join(sorted(others))} reads"
-        raise BadInput(f"{reason}: leave it out, or stop by the probe.")
+    rollout.check(job.rollout, machine.device, settings)
     if process.world_size() > 1:
         raise BadInput("train.algorithm = sft trains in one process: start without torchrun or accelerate launch.")
-    if unsolved := [question for question in job.questions if not question.solution.strip()]:
-        what = f"{len(unsolved)} of {len(job.questions)} training questions have no worked solution"
-        raise BadInput(f"{what}, which train.algorithm = sft trains on: the first is '{unsolved[0].question[:60]}'.")
-    tensors = checkpoint.entries(base.path)
-    policy.check(settings, tensors)
-    policy.check_memory(settings, policy.parameters(base), job.device)
+    unsolved = [question for question in job.questions if not question.solution.strip()]
+    if unsolved:
+        raise BadInput(
+            f"{len(unsolved)} of {len(job.questions)} training questions have no worked solution, which "
+            f"train.algorithm = sft trains on: the first is '{unsolved[0].question[:60]}'."
+        )
+    policy.check(settings, checkpoint.entries(base.path))
+    parameters = footprint.parameters(base)
+    footprint.check_total(settings, parameters, machine.device)
     arguments.check(_of_solutions(settings), len(job.questions))
+    if machine.device == "cuda":
+        rollout.check_memory(job.rollout, settings, parameters)
 
 
 def run(job: Job) -> Trained:
-    """Train on worked solutions, or resume a killed try; raise BadInput if `check` refuses the job."""
-    base = checkpoint.check(job.base)
-    check(base, job)
+    """Train on worked solutions, or resume a killed try; `check` accepts the job."""
     process.hush_transformers()
-    return loop.run(_make_trainer(job), job, base, metrics.SFT)
+    return loop.run(_make_trainer(job), job, checkpoint.check(job.base), metrics.SFT)
 
 
 def _make_trainer(job: Job):
@@ -63,14 +57,18 @@ def _make_trainer(job: Job):
     settings, tokens = _of_solutions(job.settings), hf.tokenizer(job.base)
     texts = [_tokenized(tokens, question, job.template) for question in job.questions]
     order = question_order(len(texts), settings.prompts_per_step, job.seed)
-    own = {"train_sampling_strategy": "sequential", "dataset_kwargs": {"skip_prepare_dataset": True}}
-    given = arguments.optimization(replace(job, settings=settings), settings.prompts_per_step)
+    optimization = arguments.optimization(replace(job, settings=settings), settings.prompts_per_step)
+    config = SFTConfig(
+        **optimization,
+        train_sampling_strategy="sequential",
+        dataset_kwargs={"skip_prepare_dataset": True},
+        max_length=None,
+    )
+    rows = [texts[index] for index in islice(order, settings.steps * settings.prompts_per_step)]
     return SFTTrainer(
         model=policy.load(job.base, settings, job.device),
-        args=arguments.on_one_gpu(SFTConfig(**given, **own, max_length=None)),
-        train_dataset=arguments.dataset(
-            [texts[place] for place in islice(order, settings.steps * settings.prompts_per_step)]
-        ),
+        args=arguments.on_one_gpu(config),
+        train_dataset=arguments.dataset(rows),
         processing_class=tokens,
         callbacks=[metrics.callback(settings, job.log, metrics.SFT)],
     )
@@ -84,6 +82,7 @@ def _of_solutions(settings: Train) -> Train:
 
 def _tokenized(tokens, question, template) -> dict[str, list[int]]:
     """Return a question's prompt and solution with the end token, as ids, and the labels: the solution's alone."""
-    asked = prompt.render(tokens, question.question, template)
-    solved = tokens(question.solution + tokens.eos_token, add_special_tokens=False)["input_ids"]
-    return {"input_ids": asked + solved, "labels": [-100] * len(asked) + solved}
+    prompt_ids = prompt.render(tokens, question.question, template)
+    solution_ids = tokens(question.solution + tokens.eos_token, add_special_tokens=False)["input_ids"]
+    no_loss = [-100] * len(prompt_ids)
+    return {"input_ids": prompt_ids + solution_ids, "labels": no_loss + solution_ids}

@@ -1,4 +1,4 @@
-"""Reconcile FSDP, DeepSpeed, PEFT and transformers, where several processes hold parts of one model."""
+"""Reconcile FSDP, PEFT and transformers, where several processes hold parts of one model."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ PART = "_fsdp_wrapped_module"  # FSDP adds it to the names of modules, but not o
 
 def check(settings: Train, device: str) -> None:
     """Raise BadInput if this training was launched with FSDP, and the device or FSDP 1 does not allow it."""
-    if process.zero() or not process.sharded():
+    if not process.sharded():
         return
     if device == "cpu":
         raise BadInput("FSDP shards over GPUs, but this run's device is the CPU: launch without FSDP, or run on GPUs.")
@@ -27,8 +27,6 @@ def check(settings: Train, device: str) -> None:
 
 def prepare(trainer, settings: Train) -> None:
     """Let a model train as one process would train it, before FSDP shards it."""
-    if process.zero():
-        return
     plugin = trainer.accelerator.state.fsdp_plugin
     if plugin.mixed_precision_policy is not None:
         exact = settings.qat != "none" or bool(settings.teacher)
@@ -53,26 +51,16 @@ def keep_precision(policy, adapter: bool, exact: bool = False):
 
 def gathered(trainer) -> dict[str, Tensor] | None:
     """Return all weights by name, in the first process alone, where processes hold parts; None where each has all."""
-    if trainer.is_deepspeed_enabled:
-        return trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return trainer.accelerator.get_state_dict(trainer.model) if trainer.is_fsdp_enabled else None
 
 
-def optimizer_files(step: int) -> list[str]:
-    """Return where a checkpoint of transformers' trainer keeps the optimizer, below its folder."""
-    if not process.zero():
-        return ["optimizer.bin" if process.sharded() else "optimizer.pt"]
-    parts = [f"global_step{step}/zero_pp_rank_{rank}_mp_rank_00" for rank in range(process.world_size())]
-    return [f"{part}_{kind}_states.pt" for part in parts for kind in ("model", "optim")]
+def optimizer_file() -> str:
+    """Return the name of the file in which a checkpoint of transformers' trainer keeps the optimizer."""
+    return "optimizer.bin" if process.sharded() else "optimizer.pt"
 
 
 def whole(weight: Tensor) -> Tensor:
     """Return a weight's values, gathered where it is sharded: then all processes call this, in the same order."""
-    if hasattr(weight, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([weight]):
-            return weight.detach().clone()
     weight = weight.detach()
     gather = getattr(weight, "full_tensor", None)
     return weight if gather is None else gather()

@@ -60,8 +60,9 @@ if rollout.engine == "vllm" and device == "cpu":  # users may not, since it is s
     utils.dispatch_cpu_unquantized_gemm = keep_weight
 data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 512, 0), "task": "arithmetic"}
 where = {"device": device, "work": Path(work), "out": Path(out)}
-job = Job(settings=settings, template="plain", seed=0, rollout=rollout, log=log, **data, **where)
-done = distill.run(job, tiny.PATH) if settings.teacher else grpo.run(job)
+teacher = tiny.PATH if settings.teacher else None
+job = Job(settings=settings, teacher=teacher, template="plain", seed=0, rollout=rollout, log=log, **data, **where)
+done = distill.run(job) if settings.teacher else grpo.run(job)
 print("done", json.dumps({"resumed_from": done.resumed_from, "base_hashed": hashed}), flush=True)
 """
 

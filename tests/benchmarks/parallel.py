@@ -16,7 +16,7 @@ four        four processes share the step, and
 quad        the same with four times the questions: only if named, for both need four GPUs
 again       `ddp` once more under the same seed: which measures of each step are the same?
 fsdp2       weights, gradients and optimizer states are divided
-fsdp2-fp32, zero3       the same in fp32, by FSDP and by DeepSpeed, which must be installed: only if named
+fsdp2-fp32  the same in fp32: only if named
 server      two processes, and an engine behind a server on the second GPU
 tensor      one process, and a server whose engine is divided over two further GPUs: only if named, for it needs three
 qat, qat-ddp            quantization-aware training of nvfp4-a4
@@ -67,7 +67,6 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it i
     "again": ("ddp", DDP),
     "fsdp2": ("one", FSDP2),
     "fsdp2-fp32": ("", (*FSDP2, *FP32)),
-    "zero3": ("fsdp2-fp32", (*PAIR, "zero3", *FP32)),
     "server": ("one", (*DDP, *SERVED)),
     "tensor": ("one", SERVED),
     "qat": ("one", QAT),
@@ -81,7 +80,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {  # name → the case that it i
     "8b-fsdp2": ("", (*FSDP2, *SMALL)),
     "8b-qat-fsdp2": ("8b-fsdp2", (*FSDP2, *QAT, *SMALL)),
 }
-NAMED = {"four", "quad", "tensor", "fsdp2-fp32", "zero3", "distil-sharded", "distil-server"}
+NAMED = {"four", "quad", "tensor", "fsdp2-fp32", "distil-sharded", "distil-server"}
 ALONE = {"one", "qat", "distil", "tensor", "distil-server"}  # that see the first GPU only
 ROLLOUTS = ("--logprobs-mode", "processed_logprobs", "--weight-transfer-config", '{"backend": "nccl"}')
 SERVERS = {  # the GPUs of a server, and its options, as the READMEs of rollouts and of teachers give them

@@ -33,11 +33,11 @@ if sys.orig_argv[-1:] and "qrl" in sys.orig_argv and "train" in sys.orig_argv an
     if "torch.distributed.run" not in sys.orig_argv:  # the step itself, which here has neither GPU nor vLLM
         import os, types
         from qrl.engine import device
-        from qrl.train import rollout
+        from qrl.train.rollout import checks
         from qrl.train.verl import child, training
 
         device.choose, device.gpus = lambda wanted: "cuda", lambda device: 1
-        rollout.check_installed = lambda settings: None
+        checks.check_installed = lambda settings: None
         training.check_installed = lambda: None
         training.MAIN = "stand_in"
         child.sys = types.SimpleNamespace(executable=os.environ["QRL_VERL_PYTHON"])

@@ -10,11 +10,11 @@ import pandas as pd
 import pytest
 import torch
 
-from qrl import evaluate, names, stats, tasks, tiny
+from qrl import names, stats, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.evaluate import cells, groups, health, scores
-from qrl.recipe import Evaluate, Recipe
+from qrl.recipe import Evaluate, Recipe, rules
 from qrl.steps import inputs
 from qrl.tasks import prompt
 from qrl.tasks.math import pool
@@ -37,12 +37,12 @@ def prompts(loaded):
 
 def test_what_evaluation_will_not_do_is_said():
     assert (
-        evaluate.unheeded(Evaluate())
-        == evaluate.unheeded(Evaluate(samples=8, temperature=0.7))
-        == evaluate.unheeded(Evaluate(engine="vllm", deterministic=True))
+        rules.warnings(Recipe())
+        == rules.warnings(Recipe(evaluate=Evaluate(samples=8, temperature=0.7)))
+        == rules.warnings(Recipe(evaluate=Evaluate(engine="vllm", deterministic=True)))
         == []
     )
-    sentences = evaluate.unheeded(Evaluate(temperature=0.7, deterministic=True))
+    sentences = rules.warnings(Recipe(evaluate=Evaluate(temperature=0.7, deterministic=True)))
     assert [line.split(" means nothing")[0] for line in sentences] == [
         "evaluate.temperature = 0.7",
         "evaluate.deterministic",

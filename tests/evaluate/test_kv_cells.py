@@ -7,6 +7,7 @@ import pytest
 
 from qrl import compare, evaluate, names, recipe, tiny
 from qrl.errors import BadInput
+from qrl.recipe import rules
 from qrl.serve import engines
 from qrl.steps import evaluate as steps
 from qrl.steps import inputs
@@ -45,7 +46,7 @@ def test_transformers_is_refused_before_the_weights_are_looked_at(cell):
 )
 def test_a_study_refuses_what_it_cannot_evaluate(changes, words):
     with pytest.raises(BadInput, match=words):
-        evaluate.kv_schemes(recipe.load("tiny", changes))
+        rules.check(recipe.load("tiny", changes))
     with pytest.raises(BadInput, match="kv_fp8"):
         recipe.load("tiny", {"evaluate.kv_fp8": "awq+kv-fp8"})
 

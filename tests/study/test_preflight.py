@@ -24,10 +24,11 @@ from qrl.recipe import Evaluate
 from qrl.steps import evaluate
 from qrl.study import auto, forecast, pipeline, preflight, trial
 from qrl.study.launch import DryRun
+from qrl.train import footprint
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"device": "cpu", "evaluate.n": "40", "evaluate.batch_size": "40", "quantize.schemes": "nf4"}
-QWEN = forecast.Shape(1_543_714_304, layers=28, hidden=1536, vocabulary=151_936, cached=512, positions=32_768)
+QWEN = footprint.Shape(1_543_714_304, layers=28, hidden=1536, vocabulary=151_936, cached=512, positions=32_768)
 
 
 def study(**overrides: str) -> recipe.Recipe:
@@ -136,16 +137,16 @@ def test_the_answers_shown_are_of_different_kinds_and_short():
 
 def test_training_memory_is_sixteen_bytes_a_parameter_and_an_adapter_needs_less():
     full = recipe.load("instruct")
-    weights, peak = forecast.memory(full, QWEN, 150)
+    weights, peak = footprint.needed(full.train, QWEN, 150)
     assert weights == 16 * QWEN.parameters and weights < peak < 80 * 2**30  # the recipe says one 80 GB GPU
     adapter = recipe.load("instruct", {"train.method": "qlora"})
-    assert forecast.memory(adapter, QWEN, 150)[0] < weights / 20
+    assert footprint.needed(adapter.train, QWEN, 150)[0] < weights / 20
     more = recipe.load("instruct", {"train.micro_batch": "64"})
-    assert forecast.memory(more, QWEN, 150)[1] > peak
+    assert footprint.needed(more.train, QWEN, 150)[1] > peak
 
 
 def test_time_grows_with_what_is_asked_and_finished_steps_cost_none():
-    shape, missing = forecast.Shape.of(tiny.PATH), {"train": 1, "evaluate": 6}
+    shape, missing = footprint.Shape.of(tiny.PATH), {"train": 1, "evaluate": 6}
     once = forecast.seconds(tried(10, 10), study(), shape, missing)
     assert set(once) == {"train", "evaluate"} and all(seconds > 0 for seconds in once.values())
     twice = forecast.seconds(tried(10, 10, heldout=80), study(**{"train.steps": "32"}), shape, missing)
@@ -158,7 +159,7 @@ def test_an_evaluations_time_is_its_batches_of_steps():
     trial_ = tried(20, heldout=200)
     settings = study(**{"evaluate.batch_size": "100"})
     expected = 2 * 30 * (0.01 + 100 * 0.001) + 200 * 100 * 1e-4  # two batches, 30 tokens each, and reading the prompts
-    seconds = forecast.seconds(trial_, settings, forecast.Shape.of(tiny.PATH), {"evaluate": 1})
+    seconds = forecast.seconds(trial_, settings, footprint.Shape.of(tiny.PATH), {"evaluate": 1})
     assert seconds == {"evaluate": pytest.approx(expected)}
 
 

@@ -1,11 +1,11 @@
 """Adapters over a base in bf16, INT8 or NF4: the base does not change, it is the reference, and the merge is exact."""
 
 import contextlib
-import functools
 import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,9 +15,10 @@ from qrl import checkpoint, tasks, tiny
 from qrl.checkpoint.header import Entry
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
-from qrl.recipe import Recipe, Train
+from qrl.recipe import Recipe, Train, rules
 from qrl.tasks import prompt
-from qrl.train import Job, arguments, distill, grpo, loop, merge, policy, reward, sft
+from qrl.train import Job, arguments, footprint, grpo, loop, merge, policy, reward, trainers
+from qrl.train.job import Machine
 from tests.train import pair
 
 pytestmark = pytest.mark.process
@@ -178,18 +179,18 @@ def test_an_adapter_that_fsdp_lays_out_is_written_kept_and_gone_on_with_whole(tm
 def test_fsdp_on_a_cpu_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(BadInput, match=r"FSDP .*CPU"):
-        grpo.check(checkpoint.check(tiny.PATH), job(Train(), tmp_path))
+        grpo.check(job(Train(), tmp_path), Machine("cpu"))
 
 
 def test_processes_of_fsdp_share_what_a_reference_takes(monkeypatch):
-    settings, here = Train(beta=0.1), policy._memory_bytes("cpu")
+    settings, here = Train(beta=0.1), footprint.device_bytes("cpu")
     count = here // 18
-    policy.check_memory(Train(), count, "cpu")  # 16 bytes each, without a reference; 20 with one
+    footprint.check_total(Train(), count, "cpu")  # 16 bytes each, without a reference; 20 with one
     with pytest.raises(BadInput, match=r"second copy .* GiB .*train\.beta = 0"):
-        policy.check_memory(settings, count, "cpu")
+        footprint.check_total(settings, count, "cpu")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    policy.check_memory(settings, count, "cpu")
+    footprint.check_total(settings, count, "cpu")
 
 
 @pytest.mark.parametrize(
@@ -202,20 +203,19 @@ def test_processes_of_fsdp_share_what_a_reference_takes(monkeypatch):
     ],
 )
 def test_every_trainer_of_all_weights_counts_memory_before_it_loads(changes, ways, monkeypatch, tmp_path):
-    monkeypatch.setattr(policy, "_memory_bytes", lambda device: 2**20)
-    base, asked = checkpoint.check(tiny.PATH), job(Train(**BATCH, **changes), tmp_path)
-    check = {"sft": sft.check, "grpo": grpo.check}[asked.settings.algorithm]
-    if asked.settings.teacher:
-        check = functools.partial(distill.check, base)
+    monkeypatch.setattr(footprint, "device_bytes", lambda device: 2**20)
+    asked = replace(job(Train(**BATCH, **changes), tmp_path), teacher=tiny.PATH)
+    base = checkpoint.check(tiny.PATH)
+    trainer = trainers.TRAINERS[trainers.name(asked.settings)]
     if ways is None:
-        check(base, asked)
+        grpo.check_job(base, asked, Machine("cpu"))
         return
     with pytest.raises(BadInput, match=rf"AdamW's .* this cpu has 0 GiB: {ways}\.$"):
-        check(base, asked)
+        trainer.check(asked, Machine("cpu"))
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")  # in the host's memory, but for a teacher
     teacher = pytest.raises(BadInput, match=r"The teacher needs .*train\.teacher_placement = server")
     with teacher if asked.settings.teacher else contextlib.nullcontext():
-        check(base, asked)
+        trainer.check(asked, Machine("cpu"))
 
 
 def test_a_packed_base_is_refused_under_fsdp(monkeypatch):
@@ -304,8 +304,9 @@ REFUSED = {
 def test_what_cannot_be_trained_is_refused_from_names_alone(name):
     settings, tensors, sentence = REFUSED[name]
     with pytest.raises(BadInput, match=sentence):
+        rules.check_training(settings)
         policy.check(settings, tensors)
-        policy.check_memory(settings, sum(entry.numel for entry in tensors.values()), "cpu")
+        footprint.check_total(settings, sum(entry.numel for entry in tensors.values()), "cpu")
 
 
 BATCHES = {
@@ -320,6 +321,7 @@ BATCHES = {
 def test_batches_that_do_not_work_out_are_refused(name):
     settings, questions, sentence = BATCHES[name]
     with pytest.raises(BadInput, match=sentence):
+        rules.check_training(settings)
         arguments.check(settings, questions)
 
 
@@ -339,7 +341,7 @@ def test_a_quantized_checkpoint_is_not_trained(tmp_path):
         json.dumps(config | {"quantization_config": {"quant_method": "awq"}})
     )
     with pytest.raises(BadInput, match=r"stored in awq.* full-precision"):
-        grpo.check(checkpoint.check(tmp_path / "quantized"), job(Train(), tmp_path))
+        grpo.check(replace(job(Train(), tmp_path), base=tmp_path / "quantized"), Machine("cpu"))
 
 
 @pytest.mark.parametrize(

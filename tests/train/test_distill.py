@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ SMALL = Train(
 )
 CHILD = """
 import gc, json, sys
+from dataclasses import replace
 from pathlib import Path
 from qrl import process
 process.settle()
@@ -46,7 +48,7 @@ job = Job(
     settings=Train.model_validate_json(settings), device="cpu", work=Path(work), out=Path(out),
 )
 with process.sentences():
-    done = distill.run(job, Path(teacher))
+    done = distill.run(replace(job, teacher=Path(teacher)))
 (scores,) = (each for each in gc.get_objects() if isinstance(each, local.Local))
 held = sum(getattr(weight, "_local_tensor", weight).numel() for weight in scores.model.parameters())
 told = {"resumed_from": done.resumed_from, "history": done.history.to_dict("list")}
@@ -72,7 +74,9 @@ def together(folder: Path, base: Path, settings: Train) -> list[dict]:
 def alone(folder: Path, base: Path, settings: Train):
     data = {"base": base, "questions": tasks.load("arithmetic", "train", 16, 0), "task": "arithmetic"}
     where = {"work": folder / "work", "out": folder / "model"}
-    return distill.run(Job(settings=settings, template="plain", seed=0, device="cpu", **data, **where), tiny.PATH)
+    return distill.run(
+        replace(Job(settings=settings, template="plain", seed=0, device="cpu", **data, **where), teacher=tiny.PATH)
+    )
 
 
 @pytest.mark.parametrize(("qat", "micro_batch"), [("none", 2), ("int8", 8)])

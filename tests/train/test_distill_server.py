@@ -13,6 +13,7 @@ import subprocess
 import threading
 import time
 import urllib.request
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -21,8 +22,9 @@ import torch
 from qrl import checkpoint, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
-from qrl.recipe import Train, load
+from qrl.recipe import Train, load, rules
 from qrl.train import Job, distill
+from qrl.train.job import Machine
 from qrl.train.teacher import server
 
 pytestmark = pytest.mark.process
@@ -92,7 +94,8 @@ def job(folder, base, settings):
 
 
 def losses(folder, base, **changes):
-    return distill.run(job(folder, base, SMALL.model_copy(update=changes)), tiny.PATH).history["loss"].tolist()
+    started = job(folder, base, SMALL.model_copy(update=changes))
+    return distill.run(replace(started, teacher=tiny.PATH)).history["loss"].tolist()
 
 
 def test_a_server_gives_the_loss_of_a_teacher_in_process(served, tmp_path, away):
@@ -105,9 +108,9 @@ def test_a_server_that_cannot_score_is_refused_before_training(served, tmp_path,
     base = checkpoint.check(tiny.PATH)
 
     def check(**changes):
-        distill.check(
-            base, base, job(tmp_path, tiny.PATH, SMALL.model_copy(update={"teacher_server": served} | changes))
-        )
+        settings = SMALL.model_copy(update={"teacher_server": served} | changes)
+        rules.check_training(settings)
+        distill.check(replace(job(tmp_path, tiny.PATH, settings), teacher=tiny.PATH), Machine("cpu"))
 
     check()
     with socket.create_server(("127.0.0.1", 0)) as unused:

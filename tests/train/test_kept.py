@@ -9,8 +9,8 @@ import torch
 from qrl import checkpoint, names, recipe, tiny
 from qrl.errors import BadInput
 from qrl.formats.kept import METRICS, Kept
-from qrl.recipe import Train
-from qrl.train import kept, policy
+from qrl.recipe import Train, rules
+from qrl.train import kept
 
 SLOW = {
     "train.steps": "1",
@@ -69,7 +69,7 @@ def test_the_words_name_the_dtype_the_shares_and_the_way_out():
 
 def test_an_adapter_is_not_stored_in_a_dtype_of_its_own():
     with pytest.raises(BadInput, match=r"train\.store_dtype = fp32 .*merge\.store_dtype"):
-        policy.check(Train(method="lora", store_dtype="fp32"), {})
+        rules.check_training(Train(method="lora", store_dtype="fp32"))
 
 
 @pytest.mark.process

@@ -3,15 +3,17 @@
 import itertools
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qrl import checkpoint, tasks, tiny
+from qrl import tasks, tiny
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Train
 from qrl.train import Job, distill, grpo, loop, policy
+from qrl.train.job import Machine
 
 pytestmark = pytest.mark.process
 
@@ -44,7 +46,7 @@ def test_a_base_that_holds_nan_is_refused_before_it_samples(method, spoilt, tmp_
 
 def test_a_teacher_that_holds_nan_is_refused_before_the_student_learns_from_it(spoilt, tmp_path):
     with pytest.raises(BadInput, match=rf"spoilt holds NaN or infinity in {SPOILT}"):
-        distill.run(job(tmp_path), spoilt)
+        distill.run(replace(job(tmp_path), teacher=spoilt))
     assert not (tmp_path / "model").exists()
 
 
@@ -57,7 +59,7 @@ def test_a_loss_that_is_no_number_ends_the_training_without_a_checkpoint_of_that
 
     monkeypatch.setattr(distill, "divergence", spoilt)
     with pytest.raises(QrlError, match=rf"^At step 2 train/loss is {value}, so the weights are NaN"):
-        distill.run(job(tmp_path), tiny.PATH)
+        distill.run(replace(job(tmp_path), teacher=tiny.PATH))
     assert loop.step(loop.latest(tmp_path / "work")) == 1 and not (tmp_path / "model").exists()
 
 
@@ -71,7 +73,7 @@ def test_an_update_that_leaves_no_numbers_is_not_kept(tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop.sharded, "gathered", overflowed)
     with pytest.raises(QrlError, match=rf"Training has left NaN or infinity in {SPOILT}: .*Nothing is kept"):
-        distill.run(job(tmp_path, SMALL.model_copy(update={"steps": 1})), tiny.PATH)
+        distill.run(replace(job(tmp_path, SMALL.model_copy(update={"steps": 1})), teacher=tiny.PATH))
     assert not (tmp_path / "model").exists()
 
 
@@ -91,9 +93,8 @@ def test_a_teacher_whose_tokens_have_other_ids_is_refused(only_the_teachers, tmp
     else:
         ids["0"], ids["1"] = ids["1"], ids["0"]
     (folder / "tokenizer.json").write_text(json.dumps(tokens))
-    base, teacher = checkpoint.check(tiny.PATH), checkpoint.check(folder)
     if only_the_teachers:
-        distill.check(base, teacher, job(tmp_path))
+        distill.check(replace(job(tmp_path), teacher=folder), Machine("cpu"))
         return
     with pytest.raises(BadInput, match=r"gives 2 tokens other ids \('0' is token \d+ there and \d+ in the student's"):
-        distill.check(base, teacher, job(tmp_path))
+        distill.check(replace(job(tmp_path), teacher=folder), Machine("cpu"))

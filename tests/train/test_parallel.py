@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from pathlib import Path
 
 import psutil
@@ -13,6 +12,7 @@ import pytest
 
 from qrl import process, recipe
 from qrl.errors import BadInput, QrlError
+from qrl.recipe import rules
 from qrl.train import parallel
 from tests.train import pair
 
@@ -41,25 +41,20 @@ def child(words: str):
         ({"parallel": "fsdp2"}, "cuda", 1, "fsdp2 needs 2 GPUs, but this machine has 1 GPU:"),
         ({"parallel": "ddp"}, "cpu", 0, "set train.processes"),
         ({"parallel": "fsdp2", "processes": "2"}, "cpu", 0, "device is the CPU"),
-        ({"parallel": "zero3", "processes": "2"}, "cuda", 2, "zero3 needs DeepSpeed"),
-        ({"parallel": "zero3", "method": "lora"}, "cuda", 2, "is for train.method = full, but it is lora: use fsdp2"),
-        ({"parallel": "zero3", "qat": "int4"}, "cuda", 2, "is for train.qat = none, but it is int4: use fsdp2"),
-        ({"parallel": "zero3", "dtype": "bf16"}, "cuda", 2, "is for train.dtype = fp32, but it is bf16: use fsdp2"),
-        ({"parallel": "zero3", "teacher": "m"}, "cuda", 2, "distils from no teacher"),
         ({"processes": "2"}, "cpu", 0, "no effect without train.parallel"),
         ({"teacher_placement": "sharded", "teacher": "m"}, "cuda", 2, "but one trains: set train.parallel = ddp"),
     ],
 )
 def test_what_this_machine_cannot_do_is_refused_in_a_sentence(fields, device, gpus, words, monkeypatch):
     monkeypatch.setattr(parallel.devices, "gpus", lambda _device: gpus)
-    monkeypatch.setitem(sys.modules, "deepspeed", None)  # as where it is not installed
     with pytest.raises(BadInput, match=words):
+        rules.check_training(settings(**fields))
         parallel.check(settings(**fields), device)
 
 
-def test_the_extra_installs_the_deepspeed_that_is_asked_for():
-    project = tomllib.loads((pair.ROOT / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["zero3"] == [parallel.DEEPSPEED]
+def test_a_choice_that_is_gone_gets_the_sentence_of_an_unknown_one():
+    with pytest.raises(BadInput, match=r"'train\.parallel' is 'zero3', but must be 'none', 'ddp' or 'fsdp2'"):
+        settings(parallel="zero3")
 
 
 def test_fsdp_2_shards_a_quantized_student(monkeypatch):
@@ -182,7 +177,7 @@ from pathlib import Path
 from qrl import process
 process.settle()
 from qrl import tasks, tiny
-from qrl.recipe import Train
+from qrl.recipe import Train, rules
 from qrl.train import Job, grpo
 from qrl.train.qat import prepare
 

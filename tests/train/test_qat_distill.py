@@ -10,11 +10,14 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("compressed_tensors")
 
+from dataclasses import replace
+
 from qrl import checkpoint, tasks, tiny
 from qrl.errors import BadInput
 from qrl.formats.fakequant import linears
-from qrl.recipe import Rollout, Train, Watch
+from qrl.recipe import Rollout, Train, Watch, rules
 from qrl.train import Job, distill, policy, rollout
+from qrl.train.job import Machine
 from qrl.train.teacher import Likeliest, local
 
 pytestmark = pytest.mark.process
@@ -97,7 +100,7 @@ def test_a_teacher_whose_linears_are_stored_in_bf16_scores_as_one_that_autocast_
 def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path, away):
     seen = []
     student = job(tmp_path, base=away, log=lambda metrics, step: seen.append((step, metrics)))
-    done = distill.run(student, tiny.PATH)
+    done = distill.run(replace(student, teacher=tiny.PATH))
     assert checkpoint.check(done.path).dtype == "float32"
     assert list(done.completions) == ["step", "prompt", "completion"]
     assert done.completions["step"].value_counts().to_dict() == dict.fromkeys(range(1, 6), FAST.completions_logged)
@@ -121,10 +124,10 @@ def test_a_distillation_that_was_killed_goes_on_bit_for_bit(name, tmp_path):
             "qat_calibration_samples": 4,
         }
     )
-    whole = distill.run(job(tmp_path, settings), tiny.PATH)
+    whole = distill.run(replace(job(tmp_path, settings), teacher=tiny.PATH))
     shutil.copytree(tmp_path / "work", tmp_path / "again" / "work")
     shutil.rmtree(tmp_path / "again" / "work" / "checkpoint-3")
-    again = distill.run(job(tmp_path / "again", settings), tiny.PATH)
+    again = distill.run(replace(job(tmp_path / "again", settings), teacher=tiny.PATH))
     assert (whole.resumed_from, again.resumed_from) == (0, 2)
     assert checkpoint.digest(again.path) == checkpoint.digest(whole.path)
     assert again.history["loss"].iloc[-1] == whole.history["loss"].iloc[-1] != 0
@@ -141,10 +144,10 @@ def test_activation_scales_are_part_of_what_a_checkpoints_digest_names(tmp_path)
 
 
 def test_what_cannot_be_distilled_is_refused(tmp_path):
-    base = checkpoint.check(tiny.PATH)
-
-    def check(teacher=base, settings=FAST, **changes):
-        distill.check(base, teacher, job(tmp_path, settings, **changes))
+    def check(teacher=tiny.PATH, settings=FAST, **changes):
+        started = replace(job(tmp_path, settings, **changes), teacher=teacher)
+        rules.check_training(settings.model_copy(update={"teacher": str(teacher)}), started.rollout, started.watch)
+        distill.check(started, Machine("cpu"))
 
     other = tmp_path / "other"
     shutil.copytree(tiny.PATH, other)
@@ -152,11 +155,11 @@ def test_what_cannot_be_distilled_is_refused(tmp_path):
     wider.resize_token_embeddings(999, mean_resizing=False)
     wider.save_pretrained(other)
     with pytest.raises(BadInput, match="a vocabulary of 999"):
-        check(checkpoint.check(other))
+        check(other)
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     with pytest.raises(BadInput, match=r"teacher .* is stored in awq"):
-        check(checkpoint.check(other))
+        check(other)
     with pytest.raises(BadInput, match="trains an adapter"):
         check(settings=Train(method="lora"))
     with pytest.raises(BadInput, match=r"train\.base_storage = nf4"):

@@ -15,7 +15,7 @@ from qrl.errors import BadInput
 from qrl.formats.fakequant import linears
 from qrl.formats.fakequant import rounding as values
 from qrl.quantize import settings as choices
-from qrl.recipe import Quantize, Train
+from qrl.recipe import Quantize, Train, rules
 from qrl.tasks import prompt
 from qrl.train import Job, grpo, sharded
 from qrl.train.qat import linear as qat
@@ -148,12 +148,13 @@ def test_calibration_texts_of_a_file_are_used_as_they_are_and_bad_ones_are_refus
         ({"qat": "none"}, r"train\.qat_calibration calibrates train\.qat, which is none"),
     ):
         with pytest.raises(BadInput, match=sentence):
+            rules.check_training(settings.model_copy(update=changes))
             prepare.check(settings.model_copy(update=changes), tiny.PATH)
 
 
 def test_an_adapter_is_refused_before_any_weight_is_loaded():
     with pytest.raises(BadInput, match=r"train\.qat = int8 trains all weights, but train\.method = lora"):
-        prepare.check(Train(qat="int8", method="lora"), tiny.PATH)
+        rules.check_training(Train(qat="int8", method="lora"))
 
 
 @pytest.mark.parametrize(("key", "value"), [("qat", "int8"), ("teacher", "m")])

@@ -8,7 +8,7 @@ import pytest
 from qrl import checkpoint, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
-from qrl.recipe import Train
+from qrl.recipe import Train, rules
 from qrl.tasks.question import leaked
 from qrl.train import Job, grpo, reward
 
@@ -121,9 +121,9 @@ def test_what_a_reward_of_the_users_does_wrong_is_a_sentence_before_and_during_t
 
 def test_settings_without_effect_and_names_that_cannot_be_told_apart_are_refused(own, tmp_path):
     with pytest.raises(BadInput, match="soft_overlong_tokens = 8 has no effect"):
-        reward.check(Train(soft_overlong_tokens=8), ())
+        rules.check_training(Train(soft_overlong_tokens=8))
     with pytest.raises(BadInput, match=r"exceeds train\.max_completion_tokens = 80"):
-        reward.check(Train(rewards=("soft_overlong",), soft_overlong_tokens=81), ())
+        rules.check_training(Train(rewards=("soft_overlong",), soft_overlong_tokens=81))
     with pytest.raises(BadInput, match="cannot be read"):
         reward.check(Train(rewards=(f"{tmp_path}/none.py:short",)), ())
     for names in (("correct", "a.py:correct"), ("a.py:f", "b.py:f")):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from qrl import process, recipe, tiny
 from qrl.errors import BadInput, QrlError
-from qrl.recipe import Rollout, Train
+from qrl.recipe import Rollout, Train, rules
 from qrl.study import build
 from qrl.tracking import keys
 from qrl.train import Job, arguments, loop, policy, rollout
@@ -117,8 +117,9 @@ UNFIT = {  # what no slot can hold, and the sentence's remedy
 def test_an_adapter_that_no_slot_can_hold_is_refused_before_any_weight_is_loaded(name):
     sampling, training, sentence = UNFIT[name]
     with pytest.raises(BadInput, match=rf"rollout\.adapter = slot .*{sentence}"):
-        rollout.check(Rollout(engine="vllm", adapter="slot", **sampling), "cuda", Train(**training))
-    rollout.check(Rollout(engine="vllm", adapter="slot"), "cuda", Train(method="qlora", lora_rank=512))
+        rules.check_training(Train(**training), Rollout(engine="vllm", adapter="slot", **sampling))
+    rules.check_training(Train(method="qlora", lora_rank=512), Rollout(engine="vllm", adapter="slot"))
+    assert slot.RANKS[-1] == rules.SLOT_RANK_LIMIT
 
 
 def test_ten_syncs_leave_every_weight_bit_for_bit_and_send_the_same(held):
@@ -349,12 +350,6 @@ def test_too_little_free_memory_is_refused_before_any_weight_is_loaded(settings,
     assert ("train.teacher_placement = server" in str(refused.value)) == bool(counted)
 
 
-def test_what_is_not_known_of_deepspeed_is_not_counted(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (24 * GIB, 80 * GIB))
-    memory.check(VLLM, Train(), GIB)
-
-
 def test_an_engine_sleeps_where_a_teacher_leaves_too_little(monkeypatch):
     student, card = SimpleNamespace(parameters=lambda: iter([torch.nn.Parameter(torch.empty(2**20))])), 80 * 2**20
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(total_memory=card))
@@ -368,9 +363,10 @@ def test_rollouts_that_cannot_be_are_refused_before_any_weight_is_loaded(monkeyp
     with pytest.raises(BadInput, match=r"rollout\.engine = vllm .*GPU"):
         rollout.check(VLLM, "cpu", Train())
     for name in ("int4", "nvfp4-a4", "fp8"):
+        rules.check_training(Train(qat=name), VLLM)
         rollout.check(VLLM, "cuda", Train(qat=name))
     with pytest.raises(BadInput, match=r"rollout\.quantization = fp8 .*train\.qat = int4"):
-        rollout.check(Rollout(engine="vllm", quantization="fp8"), "cuda", Train(qat="int4"))
+        rules.check_training(Train(qat="int4"), Rollout(engine="vllm", quantization="fp8"))
     with pytest.raises(BadInput, match="No rollout server answers"):
         rollout.check(Rollout(engine="vllm", mode="server", server="http://127.0.0.1:9"), "cuda", Train())
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
@@ -436,21 +432,21 @@ def test_a_wide_or_unmeasured_gap_is_told_before_the_first_step(settings, train,
 def test_a_setting_that_nothing_would_heed_is_refused(name):
     settings, sentence = UNHEEDED[name]
     with pytest.raises(BadInput, match=sentence):
-        rollout.check(settings, "cuda", Train())
+        rules.check_training(Train(), settings)
 
 
 @pytest.mark.parametrize("name", recipe.names())
 def test_no_shipped_recipe_sets_what_nothing_heeds(name):
-    rollout.check_heeded(recipe.load(name).rollout)
+    rules.check(recipe.load(name))
 
 
 def test_a_distillation_reads_no_probability_of_the_engine():
     distils = Train(teacher="t", temperature=0.7, top_p=0.9)
-    rollout.check(VLLM, "cuda", distils)
+    rules.check_training(distils, VLLM)
     with pytest.raises(BadInput, match=r"train\.top_p = 0\.9"):
-        rollout.check(VLLM, "cuda", distils.model_copy(update={"teacher": ""}))
+        rules.check_training(distils.model_copy(update={"teacher": ""}), VLLM)
     for key, value in {"is_correction": "sequence_mask", "max_engine_kl": 1.0}.items():  # of a sweep's other arms
-        rollout.check(VLLM.model_copy(update={key: value}), "cuda", Train(teacher="t"))
+        rules.check_training(Train(teacher="t"), VLLM.model_copy(update={key: value}))
 
 
 @pytest.mark.parametrize("key", ["quantization", "kv_cache"])

@@ -20,7 +20,7 @@ from qrl import checkpoint, names, quantize, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.quantize import settings as choices
-from qrl.recipe import Quantize, Rollout, Train
+from qrl.recipe import Quantize, Rollout, Train, rules
 from qrl.tasks import prompt
 from qrl.train import rollout
 from qrl.train.qat import linear
@@ -89,9 +89,11 @@ REFUSED = {
 def test_codes_that_no_kernel_gets_are_refused_before_any_weight_is_loaded(name):
     sampling, training, sentence = REFUSED[name]
     with pytest.raises(BadInput, match=rf"rollout\.quantization = real .*{sentence}"):
-        rollout.check(sampling, "cuda", training)
+        rules.check_training(training, sampling)
     for each in codes.FORMATS:
+        rules.check_training(Train(qat=each), REAL)
         rollout.check(REAL, "cuda", Train(qat=each))
+    assert codes.FORMATS == rules.CODE_FORMATS
     with pytest.raises(BadInput, match=r"rollout\.quantization = real needs a GPU of compute capability 8\.9"):
         checks.check_fp8(REAL, (8, 0), "a GPU")
 

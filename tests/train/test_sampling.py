@@ -10,9 +10,9 @@ import pytest
 
 from qrl import checkpoint, tasks, tiny
 from qrl.errors import BadInput
-from qrl.recipe import Rollout, Train
+from qrl.recipe import Rollout, Train, rules
 from qrl.tasks import prompt
-from qrl.train import Job, arguments, distill, grpo, rollout
+from qrl.train import Job, arguments, grpo, rollout
 from qrl.train.monitor import watchers
 from qrl.train.rollout import vllm_engine
 from qrl.train.trl import vllm_link
@@ -48,16 +48,16 @@ def test_distillation_samples_as_told(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["mask_truncated", "max_resamples"])
-def test_a_distillation_refuses_what_only_rewards_give_sense(key, tmp_path):
-    base, settings = checkpoint.check(tiny.PATH), Train(teacher="t", **{key: 1}, **SMALL)
-    with pytest.raises(BadInput, match=f"train.{key} has no effect"):
-        distill.check(base, base, job(tmp_path, settings))
+def test_a_distillation_refuses_what_only_rewards_give_sense(key):
+    settings = Train(teacher="t", **{key: 1}, **SMALL)
+    with pytest.raises(BadInput, match=f"train.{key} has no effect") as refused:
+        rules.check_training(settings)
+    assert refused.value.rules == [f"distillation-has-no-{key}"]
 
 
-def test_a_distillation_is_no_supervised_fine_tuning(tmp_path):
-    base, settings = checkpoint.check(tiny.PATH), Train(teacher="t", algorithm="sft", **SMALL)
+def test_a_distillation_is_no_supervised_fine_tuning():
     with pytest.raises(BadInput, match=r"train\.algorithm = sft .* train\.teacher distils: leave one out"):
-        distill.check(base, base, job(tmp_path, settings))
+        rules.check_training(Train(teacher="t", algorithm="sft", **SMALL))
 
 
 @pytest.mark.parametrize("key", CHANGED)
@@ -65,10 +65,12 @@ def test_the_gap_of_a_truncated_distribution_is_refused_where_vllm_cannot_tell_t
     train, server = Train(**{key: CHANGED[key]}), {"mode": "server", "server": "http://127.0.0.1:1"}
     for settings, other in ((server, train), ({}, Train(temperature=0.8, **{key: CHANGED[key]}))):
         with pytest.raises(BadInput, match=rf"train\.{key} = .*rollout\.is_correction = none"):
-            rollout.check(Rollout(engine="vllm", **settings), "cuda", other)
+            rules.check_training(other, Rollout(engine="vllm", **settings))
     for settings in (Rollout(engine="vllm"), Rollout(engine="vllm", is_correction="none")):
+        rules.check_training(train, settings)
         with pytest.raises(BadInput, match="needs a GPU"):  # the next thing that is checked
             rollout.check(settings, "cpu", train)
+    rules.check_training(train)
     rollout.check(Rollout(), "cpu", train)  # transformers' rollouts compare with no engine
 
 
@@ -176,9 +178,9 @@ def test_the_bound_is_told_once_and_may_end_the_training():
     assert watching.stop([alarm]) == alarm and watching.see({"step": 3, "flat_groups": 2.0} | row) == []
 
 
-def test_resampling_needs_one_process_and_its_watcher_needs_resampling(monkeypatch, tmp_path):
+def test_resampling_needs_one_process_and_its_watcher_needs_resampling(monkeypatch):
     with pytest.raises(BadInput, match=r"watch\.stop = resample .*train\.max_resamples"):
-        grpo.check(checkpoint.check(tiny.PATH), job(tmp_path, Train(**SMALL), watch=watchers.Watch(stop=("resample",))))
+        rules.check_training(Train(**SMALL), watch=watchers.Watch(stop=("resample",)))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(BadInput, match="max_resamples = 3 works in one process, not 2"):
         arguments.check(RESAMPLED, 32)

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 from qrl import checkpoint, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.recipe import Train, Watch
+from qrl.recipe import Train, Watch, rules
 from qrl.tasks import prompt
 from qrl.train import Job, grpo, sft
+from qrl.train.job import Machine
 
 QUESTIONS = tasks.load("arithmetic", "train", 16, 0)
 FAST = Train(
@@ -74,4 +75,6 @@ def test_the_loss_is_the_mean_over_the_solutions_tokens_and_a_killed_training_go
 )
 def test_what_does_not_fit_is_a_sentence_before_training(changes, says, tmp_path):
     with pytest.raises(BadInput, match=says):
-        sft.check(checkpoint.check(tiny.PATH), job(tmp_path, **changes))
+        started = job(tmp_path, **changes)
+        rules.check_training(started.settings, started.rollout, started.watch)
+        sft.check(started, Machine("cpu"))

@@ -1,12 +1,10 @@
-"""Students that FSDP 2 or DeepSpeed divides, on two processes of a CPU: what one process computes, bit for bit.
+"""Students that FSDP 2 divides, on two processes of a CPU: what one process computes, bit for bit.
 
 accelerate starts FSDP on no CPU, so most tests shard with torch's `fully_shard` as accelerate does; the slow ones give
 accelerate the type that it gives GPUs, and run the whole trainer.
 """
 
-import importlib.util
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -16,7 +14,6 @@ from safetensors.torch import load_file
 
 from qrl import checkpoint, tiny
 from qrl.recipe import Train
-from qrl.train import parallel
 from tests.train import pair
 
 pytest.importorskip("compressed_tensors")
@@ -254,13 +251,9 @@ with process.sentences():
         make, kind = (lambda job: distill.make_trainer(job, tiny.PATH)), metrics.DISTILLATION
     trainer = make(job)
     done = loop.run(trainer, job, checkpoint.check(job.base), kind)
-local, weights = ("_local_tensor", "ds_tensor"), list(trainer.model.parameters())  # FSDP 2's, DeepSpeed's
-parts = [next((getattr(each, name) for name in local if hasattr(each, name)), each).numel() for each in weights]
-held = sum(parts) / sum(getattr(each, "ds_numel", each.numel()) for each in weights)
-if process.zero():  # what vLLM would be sent
-    saved = load_file(Path(out, "model.safetensors"))
-    for name, weight in trainer.model.named_parameters():
-        assert sharded.whole(weight).to(saved[name].dtype).equal(saved[name]), name
+weights = list(trainer.model.parameters())
+parts = [getattr(weight, "_local_tensor", weight).numel() for weight in weights]  # FSDP 2's part of it
+held = sum(parts) / sum(weight.numel() for weight in weights)
 told = {"resumed_from": done.resumed_from, "history": done.history.to_dict("list"), "held": held, "start": seen.get(0)}
 sys.stdout.write(f"rank {process.rank()} told {json.dumps(told)}\\n")
 """
@@ -297,18 +290,8 @@ def apart(base: Path, one: Path, two: Path) -> float:
     return float(other.norm() / moved.norm())
 
 
-@pytest.fixture
-def deepspeed(install, monkeypatch):
-    """Let the processes that a test starts import DeepSpeed."""
-    if importlib.util.find_spec("deepspeed") is None:
-        besides = ("einops", "hjson", "msgpack", "ninja", "py-cpuinfo")  # torch is there
-        folder = install("--no-deps", parallel.DEEPSPEED, *besides)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH")))))
-
-
 VARIED = {"top_k": 0, "temperature": 2.0, "max_completion_tokens": 32}  # so that a group's rewards differ
 CASES = {  # the loss and its format
-    "grpo zero3": {"parallel": "zero3"} | VARIED,
     "grpo nvfp4-a4": {"qat": "nvfp4-a4", "gradient_checkpointing": True} | VARIED,
     "distillation bf16 int4": {"teacher": "qrl-tiny", "dtype": "bf16", "max_completion_tokens": 8, "qat": "int4"},
     "distillation nvfp4-a4": {"teacher": "qrl-tiny", "qat": "nvfp4-a4", "teacher_placement": "sharded"},
@@ -322,23 +305,20 @@ FURTHER = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.long) for case in FURTHER)])
-def test_the_trainer_shards_as_it_trains_whole_and_goes_on_from_a_checkpoint(case, tmp_path, away, request):
+def test_the_trainer_shards_as_it_trains_whole_and_goes_on_from_a_checkpoint(case, tmp_path, away):
     """Sampling by seed and process is the same under DDP, whose processes hold whole weights."""
     changes = (CASES | FURTHER)[case]
     base = away if "teacher" in changes else tiny.PATH
-    how = changes.get("parallel", "fsdp2")
-    if how == "zero3":  # the others run without it
-        request.getfixturevalue("deepspeed")
-    whole, parts = (trained(tmp_path / each, base, **changes | {"parallel": each}) for each in ("ddp", how))
+    whole, parts = (trained(tmp_path / each, base, **changes | {"parallel": each}) for each in ("ddp", "fsdp2"))
     assert [told["held"] for told in whole] == [1.0, 1.0] and all(told["held"] < 0.6 for told in parts)
     assert any(whole[0]["history"]["loss"]) and parts[0]["start"] == whole[0]["start"]
     for name in ("loss", "grad_norm", "completion_tokens"):
         assert parts[0]["history"][name] == pytest.approx(whole[0]["history"][name], rel=2e-2, abs=1e-5), name
-    assert apart(base, tmp_path / "ddp/model", tmp_path / how / "model") < 0.05
+    assert apart(base, tmp_path / "ddp/model", tmp_path / "fsdp2" / "model") < 0.05
     kept = Path("work", "checkpoint-2")
-    shutil.copytree(tmp_path / how / kept, tmp_path / "again" / kept)
-    for file in (tmp_path / how / "work").glob("*.json"):
+    shutil.copytree(tmp_path / "fsdp2" / kept, tmp_path / "again" / kept)
+    for file in (tmp_path / "fsdp2" / "work").glob("*.json"):
         shutil.copy(file, tmp_path / "again/work")
-    again = trained(tmp_path / "again", base, **changes | {"parallel": how})
+    again = trained(tmp_path / "again", base, **changes | {"parallel": "fsdp2"})
     assert again[0]["resumed_from"] == 2 and again[0]["start"] == parts[0]["start"]
-    assert checkpoint.digest(tmp_path / "again/model") == checkpoint.digest(tmp_path / how / "model")
+    assert checkpoint.digest(tmp_path / "again/model") == checkpoint.digest(tmp_path / "fsdp2" / "model")

@@ -2,6 +2,7 @@
 
 import inspect
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -272,7 +273,9 @@ def test_a_distillation_samples_from_the_engine_with_the_students_present_weight
     settings = SMALL.model_copy(update={"learning_rate": 1e-3, "save_every": 1, "qat": "int8"})
     data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 16, 0), "task": "arithmetic"}
     where = {"template": "plain", "seed": 0, "device": "cpu", "work": tmp_path / "work", "out": tmp_path / "model"}
-    done = distill.run(Job(settings=settings, rollout=Rollout(engine="vllm", sleep="off"), **data, **where), tiny.PATH)
+    done = distill.run(
+        replace(Job(settings=settings, rollout=Rollout(engine="vllm", sleep="off"), **data, **where), teacher=tiny.PATH)
+    )
     assert engine.asked == [None, None], "log-probabilities that nothing reads"
     assert engine.calls == ["sync", "generate"] * 2, "TRL no longer syncs the weights once before each rollout."
     assert (done.history["rollout_sync_s"] > 0).all() and len(done.completions) == 2 * settings.completions_logged
@@ -292,7 +295,7 @@ def test_a_distillation_through_the_engine_that_was_killed_goes_on_bit_for_bit(e
     def trained(folder):
         where = {"template": "plain", "seed": 0, "device": "cpu", "work": folder / "work", "out": folder / "model"}
         job = Job(settings=settings, rollout=Rollout(engine="vllm", sleep="off"), **data, **where)
-        return distill.run(job, tiny.PATH)
+        return distill.run(replace(job, teacher=tiny.PATH))
 
     whole = trained(tmp_path)
     shutil.copytree(tmp_path / "work", tmp_path / "again" / "work")

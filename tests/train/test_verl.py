@@ -18,13 +18,14 @@ from safetensors.torch import save_file
 from qrl import checkpoint, process, recipe, tasks, tiny
 from qrl.engine import vllm
 from qrl.errors import BadInput, QrlError
-from qrl.recipe import Recipe, Rollout, Train, Watch
+from qrl.recipe import Recipe, Rollout, Train, Watch, rules
 from qrl.recipe.base import Section
 from qrl.study import build
 from qrl.tasks import prompt
 from qrl.tracking import keys
 from qrl.train import Job, policy
 from qrl.train import merge as merging
+from qrl.train.job import Machine
 from qrl.train.verl import child, nodes, score, training, translate
 
 VERL = {"train.trainer": "verl", "rollout.engine": "vllm"}
@@ -123,12 +124,12 @@ def issubclass_(annotation: object) -> bool:
 
 
 def test_every_key_that_training_reads_is_in_exactly_one_table():
-    tables = (translate.SAME, translate.CHOICES, translate.COMPUTED, translate.OURS, translate.REFUSED)
+    tables = (translate.SAME, translate.CHOICES, translate.COMPUTED, translate.OURS, rules.VERL_REFUSES)
     listed = [key for table in tables for key in table]
     assert sorted(listed) == sorted(every_key())
     fields = {name: section.model_fields for name, section in {"train": Train, "rollout": Rollout}.items()}
-    for key, value in translate.REFUSED_VALUES:
-        assert key not in translate.REFUSED and key.partition(".")[2] in fields[key.partition(".")[0]], (key, value)
+    for key, value in rules.VERL_REFUSES_VALUES:
+        assert key not in rules.VERL_REFUSES and key.partition(".")[2] in fields[key.partition(".")[0]], (key, value)
 
 
 @pytest.mark.parametrize("key", [key for key in OTHER])
@@ -147,16 +148,16 @@ def test_the_keys_whose_translation_is_tested_are_all_of_them():
 
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
-    [(key, "another", reason) for key, reason in translate.REFUSED.items()]
-    + [(key, value, reason) for (key, value), reason in translate.REFUSED_VALUES.items()],
+    [(key, "another", reason) for key, reason in rules.VERL_REFUSES.items()]
+    + [(key, value, reason) for (key, value), reason in rules.VERL_REFUSES_VALUES.items()],
 )
 def test_a_key_or_value_without_a_counterpart_is_refused_by_name(key, value, reason):
     section, name = key.split(".")
-    sections = {"train": Train(), "rollout": Rollout(engine="vllm"), "watch": Watch()}
+    sections = {"train": Train(trainer="verl"), "rollout": Rollout(engine="vllm"), "watch": Watch()}
     given = (value,) if isinstance(getattr(sections[section], name), tuple) else value
     sections[section] = sections[section].model_copy(update={name: given})
     with pytest.raises(BadInput) as refused:
-        translate.check_recipe(**sections)
+        rules.check(recipe.Recipe(**sections), rules.IN_VERL)
     assert str(refused.value).startswith(f"{key} = {value} does not go with train.trainer = verl, since {reason}: ")
 
 
@@ -212,7 +213,6 @@ def test_an_adapter_is_verls_adapter(tmp_path):
         {"train.qat": "int4"},
         {"train.algorithm": "sft"},
         {"train.parallel": "ddp"},
-        {"train.parallel": "zero3"},
         {"train.num_iterations": "2"},
         {"train.method": "qlora"},
         {"train.schedule": "linear"},
@@ -228,20 +228,22 @@ def test_an_adapter_is_verls_adapter(tmp_path):
 def test_what_verl_lacks_is_refused_in_a_recipe(overrides):
     loaded = recipe.load("tiny", VERL | overrides)
     with pytest.raises(BadInput, match=next(iter(overrides))):
-        translate.check_recipe(loaded.train, loaded.rollout, loaded.watch)
+        rules.check(loaded)
 
 
 def test_an_adapter_in_bf16_is_refused():
     loaded = settings(train__method="lora", train__dtype="bf16")
     with pytest.raises(BadInput, match=r"train\.base_storage"):
-        translate.check_recipe(loaded.train, loaded.rollout, loaded.watch)
+        rules.check(loaded)
 
 
-def test_the_defaults_pass_and_a_base_in_fp32_does_not(tmp_path):
+def test_the_defaults_pass_and_a_base_in_fp32_does_not(tmp_path, monkeypatch):
     base, made = checkpoint.check(tiny.PATH), job(tmp_path)
-    training.check(base, made)
+    monkeypatch.setattr(training.grpo.rollout, "check_job", lambda job, machine: None)  # there is no engine here
+    training.check(made, Machine("cpu"))
     with pytest.raises(BadInput, match="float32"):
-        training.check(replace(base, dtype="float32"), made)
+        monkeypatch.setattr(training.checkpoint, "check", lambda path: replace(base, dtype="float32"))
+        training.check(made, Machine("cpu"))
 
 
 def test_questions_are_rendered_by_verl_as_by_us(tmp_path):

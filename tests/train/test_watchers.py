@@ -7,7 +7,7 @@ import torch
 
 from qrl import checkpoint, recipe, tasks, tiny
 from qrl.errors import BadInput
-from qrl.recipe import Rollout, Train, Watch
+from qrl.recipe import Rollout, Train, Watch, rules
 from qrl.steps import inputs
 from qrl.train import Job, grpo
 from qrl.train.monitor import watchers
@@ -42,12 +42,11 @@ def test_each_trouble_is_told_once_when_it_has_lasted_a_window(name):
     assert seen([HEALTHY, HEALTHY, HEALTHY | change, HEALTHY] * 3)[1] == []  # now and then is no trouble
 
 
-def test_a_stop_for_what_is_never_measured_is_refused(tmp_path):
-    base, plain = checkpoint.check(tiny.PATH), Train(prompts_per_step=8, micro_batch=64)
+def test_a_stop_for_what_is_never_measured_is_refused():
+    plain = Train(prompts_per_step=8, micro_batch=64)
 
     def check(*stop, settings=plain, rollout=Rollout(), every=0):
-        watch = Watch(stop=stop, probe_every=every)
-        grpo.check(base, job(tmp_path, settings, watch=watch, rollout=rollout))
+        rules.check_training(settings, rollout, Watch(stop=stop, probe_every=every))
 
     with pytest.raises(BadInput, match=r"watch\.stop = kl .*train\.beta"):
         check("kl")

@@ -35,16 +35,9 @@ GAP, GAP_LARGEST = "train/qat_logprob_gap", "train/qat_logprob_gap_max"
 
 
 def check(settings: Train, base: Path, group_size: int = groups.USUAL) -> None:
-    """Raise BadInput if `train.qat`, in groups of this size, does not fit method or model; no weight is loaded."""
+    """Raise BadInput if `train.qat`, in groups of this size, does not fit the model; no weight is loaded."""
     if settings.qat == "none":
-        if settings.qat_calibration != "task":
-            raise BadInput("train.qat_calibration calibrates train.qat, which is none: set one or omit the other.")
         return
-    if settings.adapter:
-        raise BadInput(
-            f"train.qat = {settings.qat} trains all weights, but train.method = {settings.method} trains an adapter: "
-            "set train.method = full, or train.qat = none."
-        )
     linears.check_fit(pretrained.skeleton(checkpoint.config(base)), settings.qat, group_size)
     _of_file(settings)
 

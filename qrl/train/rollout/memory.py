@@ -10,7 +10,7 @@ from qrl import process
 from qrl.engine import memory
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Rollout, Train
-from qrl.train import policy
+from qrl.train import footprint
 
 _ENGINE = "the rollout engine"
 _FOUR_BITS = ("int4", "nvfp4-a16")  # formats with codes of half a byte that a colocated engine can hold
@@ -32,9 +32,9 @@ def check(settings: Rollout, train: Train, parameters: int, teacher: int = 0) ->
         BadInput: less memory is free than these take at once.
     """
     free, total = torch.cuda.mem_get_info(process.local_rank())
-    training = policy.resident(train, parameters, teacher)  # part → bytes
+    training = footprint.resident(train, parameters, teacher)  # part → bytes
     engine = {} if train.algorithm == "sft" else _engine(settings, train.qat, parameters, total)
-    while_sampling = {name: size for name, size in training.items() if name != policy.GRADIENTS} | engine
+    while_sampling = {name: size for name, size in training.items() if name != footprint.GRADIENTS} | engine
     while_updating = training | engine if settings.sleep == "off" else training
     largest = max(while_sampling, while_updating, key=lambda parts: sum(parts.values()))
     required = sum(largest.values())
@@ -42,7 +42,7 @@ def check(settings: Rollout, train: Train, parameters: int, teacher: int = 0) ->
         return
 
     remedies = [_END_OTHERS, _lower(settings) if engine else "take a smaller model"]
-    if largest.get(policy.TEACHER):
+    if largest.get(footprint.TEACHER):
         remedies.append("put the teacher behind a server (train.teacher_placement = server)")
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in largest.items() if size)
     raise BadInput(

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from qrl.errors import QrlError
-from qrl.recipe import Rollout, Train
 from qrl.train.rollout import sync, vllm_engine
 
 if TYPE_CHECKING:
@@ -24,27 +23,6 @@ if TYPE_CHECKING:
 NAME = "slot"  # of `rollout.adapter`
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # sizes of a slot that vLLM has
 _ID = 1  # of the only adapter
-
-
-def unfit(settings: Rollout, train: Train) -> str:
-    """Return why the recipe's adapter cannot be in a slot, and what to set; empty if it can, or need not."""
-    if settings.adapter != NAME:
-        return ""
-    if not train.adapter:
-        return "sends an adapter, but train.method = full trains all weights: set train.method = lora or qlora"
-    if settings.mode == "server":
-        return (
-            "needs an engine in the training process, since a server is sent merged weights: set rollout.mode = "
-            "colocate"
-        )
-    if settings.quantization != "none":
-        return (
-            f"keeps the engine's base in full precision, but rollout.quantization = {settings.quantization} "
-            "requantizes merged weights at every sync: set rollout.quantization = none"
-        )
-    if train.adapter_rank > RANKS[-1]:
-        return f"holds ranks up to {RANKS[-1]}, but train.lora_rank = {train.adapter_rank}: lower it"
-    return ""
 
 
 def options(model: nn.Module) -> dict[str, Any]:

@@ -30,9 +30,9 @@ from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.formats import plain
 from qrl.recipe import Train
-from qrl.tasks import prompt
+from qrl.tasks import lengths, prompt
 from qrl.train import arguments, grpo, parallel, policy, save
-from qrl.train.job import Job, Trained
+from qrl.train.job import Job, Machine, Trained
 from qrl.train.monitor.watchers import Watchers
 from qrl.train.verl import child, nodes, translate
 from qrl.workspace import written_whole
@@ -67,16 +67,17 @@ _POLL_S = 1.0
 _PATIENCE_S = 300.0  # for verl's next step, or its end, after a failure of its engine
 
 
-def check(base: checkpoint.Checkpoint, job: Job) -> None:
+def check(job: Job, machine: Machine) -> None:
     """Check that verl can do this training, before any weight is loaded.
 
     Raises:
-        BadInput: a setting is refused, the GPUs do not divide a step, the base is not stored in bf16, or as for
-            `grpo.check`.
+        BadInput: the GPUs do not divide a step, the base is not stored in bf16, or as for
+            `grpo.check`, memory left aside.
     """
-    translate.check_recipe(job.settings, job.rollout, job.watch)
-    translate.check_gpus(job.settings, parallel.processes(job.settings, job.device))
-    grpo.check(base, job)
+    base = checkpoint.check(job.base)
+    parallel.check(job.settings, machine.device, machine.gpus)
+    translate.check_gpus(job.settings, parallel.processes(job.settings, machine.device, machine.gpus))
+    grpo.check_job(base, job, machine)
     if base.dtype != "bfloat16":
         raise BadInput(
             f"{base.path} is stored in {base.dtype}, but verl's merger writes bfloat16: convert it, or set "
@@ -106,13 +107,15 @@ def join(job: Job) -> None:
 def run(job: Job) -> Trained:
     """Train a checkpoint with verl, or resume a training that was killed.
 
+    Args:
+        job: one that `check` accepts.
+
     Raises:
-        BadInput: `check` refuses the job.
+        BadInput: verl cannot be imported.
         QrlError: verl or its engine failed; the sentence has the last error and the path of the whole output.
     """
     base = checkpoint.check(job.base)
     base_digest = base.digest  # read now: an adapter will name it, whatever the folder holds by then
-    check(base, job)
     check_installed()
     start = time.perf_counter()
     resumed_step = newest_step(job.work)
@@ -167,7 +170,8 @@ def write_questions(job: Job) -> int:
     with written_whole(job.work / translate.QUESTIONS) as file:
         pd.DataFrame(rows).to_parquet(file)
     tokens = hf.tokenizer(job.base)
-    return max(len(prompt.render(tokens, question.question, job.template)) for question in job.questions)
+    # All are counted: verl refuses a prompt that is longer than its limit.
+    return lengths.longest_prompt(tokens, job.questions, job.template, counted=len(job.questions))
 
 
 def write_configuration(work: Path, overrides: Mapping[str, object]) -> None:

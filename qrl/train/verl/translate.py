@@ -1,4 +1,4 @@
-"""A recipe as verl's configuration: each key is mapped, applied by qrl itself, or refused with its reason.
+"""A recipe as verl's configuration: each key is mapped, applied by qrl itself, or refused by `recipe/rules.py`.
 
 verl's names are those of verl 0.9.1, dotted as in its own configuration files.
 """
@@ -23,11 +23,6 @@ ADDRESS = "ray_kwargs.ray_init.address"
 ACTOR, SAMPLER, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 _NO_DUAL_CLIP = 1e9  # verl also bounds the ratio of bad completions, at 3 by default; GRPO and TRL do not
 _NO_LOWER_BOUND = "1e-09"  # verl's masks need a bound above 0; its ratios end at exp(-20)
-_WATCHED = "its watcher reads metrics that verl does not log, or averages in another way"
-_QAT = "verl trains in no format of qrl's"
-_GRPO = "verl runs GRPO alone here"
-_SERVER = "the engine runs on verl's own GPU"
-_TEXT_ONLY = "verl gives a reward the text of a completion, not its tokens"
 
 SAME: Mapping[str, tuple[str, ...]] = {  # our key → verl's keys, which get the same value
     "train.steps": ("trainer.total_training_steps", "trainer.total_epochs"),  # an epoch has a step at least
@@ -68,73 +63,6 @@ OURS = (
     *("train.questions", "train.selection", "train.max_ngram_share", "train.completions_logged", "train.trainer"),
     *("rollout.max_engine_kl", "rollout.max_gap_growth", "data", "prompt", "device", "registered_name"),
 )
-REFUSED: Mapping[str, str] = {  # our key → why any value but the default is refused
-    "train.num_iterations": "verl counts batches as steps, so schedule and checkpoints would differ",
-    "train.min_p": "verl's rollouts have no such setting",
-    "train.repetition_penalty": "verl's rollouts set it to 1",
-    "train.mask_truncated": "verl has no such mask",
-    "train.soft_overlong_tokens": _TEXT_ONLY,
-    "train.max_resamples": "verl's filter of groups samples without this bound",
-    "train.algorithm": _GRPO,
-    "train.teacher": _GRPO,
-    "train.teacher_placement": _GRPO,
-    "train.teacher_server": _GRPO,
-    "train.distill_top_k": _GRPO,
-    "train.distill_reverse": _GRPO,
-    "train.store_dtype": "verl's merger writes bfloat16",
-    "train.qat": _QAT,
-    "train.qat_calibration": _QAT,
-    "train.qat_calibration_samples": _QAT,
-    "train.qat_calibration_batch": _QAT,
-    "train.qat_calibration_max_tokens": _QAT,
-    "rollout.mode": _SERVER,
-    "rollout.server": _SERVER,
-    "rollout.server_timeout_s": _SERVER,
-    "rollout.server_group_port": _SERVER,
-    "rollout.quantization": "verl sends vLLM weights in bf16",
-    "rollout.kv_cache": "verl sets no dtype of keys and values",
-    "rollout.adapter": "verl sends an adapter in its own way",
-    "rollout.min_effective_sample_size": "verl measures it after truncation",
-    "rollout.min_sequence_ess": "verl measures it after truncation",
-    "watch.stop": "verl cannot be ended at a step with its weights",
-    **{f"watch.{name}": _WATCHED for name in Watch.model_fields if name != "stop"},
-}
-REFUSED_VALUES: Mapping[tuple[str, str], str] = {  # our key and value → why
-    ("train.parallel", "ddp"): "verl divides the weights over the GPUs, and keeps no whole copies: fsdp2 does so too",
-    ("train.parallel", "zero3"): "verl has no DeepSpeed: fsdp2 divides the same",
-    ("train.schedule", "linear"): "verl has constant and cosine",
-    ("train.loss", "bnpo"): "verl averages over all tokens of a step, not of a micro-batch: dapo does so too",
-    ("train.scale_rewards", "batch"): "verl divides by a group's standard deviation, or by none",
-    ("train.method", "qlora"): "verl would train its adapter in bf16 over a packed base",
-    ("train.rewards", "leak"): _TEXT_ONLY,
-    ("train.rewards", "soft_overlong"): _TEXT_ONLY,
-    ("rollout.engine", "transformers"): "verl samples with vLLM alone",
-}
-
-
-def check_recipe(train: Train, rollout: Rollout, watch: Watch) -> None:
-    """Check that verl can train as the recipe's sections say; nothing is loaded.
-
-    Args:
-        train, rollout, watch: the sections.
-
-    Raises:
-        BadInput: a key or a value has no counterpart in verl.
-    """
-    for key, value, default in _settings(train, rollout, watch):
-        why = REFUSED.get(key) if value != default else None
-        values = value if isinstance(value, tuple) else (value,)
-        if why := why or next((REFUSED_VALUES[key, one] for one in values if (key, one) in REFUSED_VALUES), None):
-            shown = ",".join(map(str, values))
-            raise BadInput(
-                f"{key} = {shown} does not go with train.trainer = verl, since {why}: choose another value, or set "
-                "train.trainer = trl."
-            )
-    if train.storage != "fp32":
-        raise BadInput(
-            f"With train.trainer = verl the base is stored in fp32, but the recipe stores it in {train.storage}, where "
-            "verl would train the adapter in the same dtype and lose small updates: set train.base_storage = fp32."
-        )
 
 
 def check_gpus(train: Train, gpus: int) -> None:
@@ -167,7 +95,7 @@ def overrides(job: Job, prompt_tokens: int) -> dict[str, Any]:
     """Return verl's configuration of a job: what differs from verl's own, by dotted key.
 
     Args:
-        job: a job that `check_recipe` accepts.
+        job: a job that `recipe/rules.py` accepts.
         prompt_tokens: the longest rendered prompt, in tokens; verl refuses longer ones.
     """
     train, rollout = job.settings, job.rollout
