@@ -84,6 +84,8 @@ def _explained(error: BaseException, command: str) -> QrlError | None:
         return BadInput(f"'{path}…' is longer than a path may be: give the path of a file or folder that exists.")
     if not isinstance(error, OSError) and "mlflow" not in sys.modules:
         return None
-    from qrl.tracking import store
+    from qrl.tracking import store_errors
 
-    return store.sentence(error)  # a full disk, a server's refusal, before a run began; inside one, the run explains it
+    return store_errors.explain(
+        error
+    )  # a full disk, a server's refusal, before a run began; inside one, the run explains it

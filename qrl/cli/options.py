@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,8 @@ class RecipeCommand(click.Command):
         if "prompt" in overrides:  # a file's contents, which its later steps then share
             overrides["prompt"] = settings.prompt
         ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
+        if not ctx.params.get("out"):  # with --out a command needs no store
+            _settle_jobs()
         return super().invoke(ctx)
 
     def _reads(self, key: str) -> bool:
@@ -168,6 +171,18 @@ class RecipeCommand(click.Command):
         return dict(newest.values)
 
 
+def _settle_jobs() -> None:
+    """Give the store's jobs that died on a Slurm cluster their end, where Slurm can be asked."""
+    if not shutil.which("scontrol"):
+        return
+    from qrl.cluster import jobs
+    from qrl.tracking import store
+
+    if store.is_there():
+        store.prepare()
+        jobs.settle_all("slurm:%")
+
+
 def _show_all(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
     if wanted:
         ctx.meta[_ALL] = True
@@ -181,10 +196,9 @@ def listed(option: str, text: str) -> list[str]:
     Raises:
         BadInput: there is no item.
     """
-    items = [part.strip() for part in text.split(",") if part.strip()]
-    if not items:
-        raise BadInput(f"{option} is '{text}', which names nothing: give one name, or several by comma.")
-    return items
+    from qrl.recipe import lists
+
+    return lists.parse_items(option, text)
 
 
 def named(option: str, text: str | None) -> dict[str, str]:
@@ -193,13 +207,9 @@ def named(option: str, text: str | None) -> dict[str, str]:
     Raises:
         BadInput: an item has no `=`, or a name is repeated.
     """
-    pairs = [[part.strip() for part in item.split("=", 1)] for item in listed(option, text)] if text is not None else []
-    for item in pairs:
-        if len(item) < 2 or not all(item):
-            raise BadInput(f"{option} has the item '{'='.join(item)}': expected NAME=VALUE, several by comma.")
-    if len(names := dict(pairs)) < len(pairs):
-        raise BadInput(f"{option} is '{text}', which repeats a name: give each name once.")
-    return names
+    from qrl.recipe import lists
+
+    return {} if text is None else lists.parse_pairs(option, text)
 
 
 def _identifier(key: str) -> str:

@@ -28,11 +28,11 @@ from qrl.cluster.driver import COMPLETED, LOG_FILE, RUNNING, SETTINGS, VANISHED,
 from qrl.cluster.skypilot import SkyPilot
 from qrl.cluster.slurm import Slurm
 from qrl.errors import BadInput, QrlError, first_line
-from qrl.tracking import contents, runs, store
+from qrl.tracking import contents, dead_runs, runs, store, store_errors
 from qrl.workspace import WORK, written_whole
 
 DRIVERS: dict[str, type[Driver]] = {"slurm": Slurm, "skypilot": SkyPilot}
-ID = store.TAG_JOB  # tags of a run that is a job: its number; which cluster counts so; how it stands, where
+ID = dead_runs.TAG_JOB  # tags of a run that is a job: its number; which cluster counts so; how it stands, where
 CLUSTER, STATE, NODE, RESTARTS, LOG, WORK_TAG = (
     f"qrl.job.{word}" for word in ("cluster", "state", "node", "restarts", "log", "work")
 )
@@ -140,7 +140,9 @@ def submit(job: Job) -> Submitted:
         client.update_run(job.run_id, status="SCHEDULED")  # before the job can begin
         number = driver.submit(job)
     except Exception as failure:
-        error = store.sentence(failure) or QrlError(f"The job of {job.entry} was not submitted: {first_line(failure)}")
+        error = store_errors.explain(failure) or QrlError(
+            f"The job of {job.entry} was not submitted: {first_line(failure)}"
+        )
         refusal = {STATE: _REFUSED, names.TAG_REASON: str(error), names.TAG_EXIT_CODE: str(error.exit_code)}
         contents.tag_run(job.run_id, refusal)
         client.set_terminated(job.run_id, "FAILED")
@@ -213,10 +215,10 @@ def settle(run: Run, state: State | None = None) -> bool:
         where = f" on {known[NODE]}" if known[NODE] else ""
         reason = f"Job {tags[ID]} ended {state.word}{where}: {why}."
         status = "FAILED" if state.word in _BY_ITSELF or state.why else "KILLED"
-        for cell in store.running(f" and tags.`{runs.PARENT}` = '{run_id}'"):
+        for cell in contents.find_runs(f"tags.`{runs.PARENT}` = '{run_id}'"):
             if ID not in cell.data.tags:  # a study's steps are jobs of their own
-                store.end_dead(cell.info, reason)
-        store.end_dead(run.info, reason, status)
+                dead_runs.end_run(cell.info, reason)
+        dead_runs.end_run(run.info, reason, status)
         contents.tag_run(run_id, {names.TAG_EXIT_CODE: str(_KILLED)})
     return True
 

@@ -16,8 +16,8 @@ from qrl.errors import BadInput, Objections
 from qrl.formats import groups
 from qrl.formats.kept import Kept
 from qrl.recipe import Recipe
-from qrl.steps import inputs, outcome, record
-from qrl.tasks import contamination, prompt, rows
+from qrl.steps import outcome, record
+from qrl.tasks import contamination, prompt, question_sets, rows
 from qrl.tiny import corpus
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.train import Job, Trained, arguments, distill, grpo, parallel, policy, rollout, sft, verl
@@ -53,16 +53,16 @@ def train(recipe: Recipe) -> None:
 def _train_one(recipe: Recipe, device: str, others: int) -> None:
     """Train as this process; the first one starts the `others`."""
     base = checkpoint.check(source.locate(recipe.model))
-    inputs.check_chat(recipe, base.path)
+    question_sets.check_chat(recipe, base.path)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)) if recipe.train.teacher else None
-    questions = inputs.trained(recipe)
-    heldout = inputs.all_heldout(recipe)
+    questions = question_sets.load_training(recipe)
+    heldout = question_sets.load_all_heldout(recipe)
     world = parallel.processes(recipe.train, device)
     group_size = groups.of(base.path, recipe.quantize.group_size)
     inputs_of_key = {"teacher": teacher.digest if teacher else None, "processes": world, "group_size": group_size}
     key = keys.trained(recipe, base.digest, device, **inputs_of_key)
     work = (WORK / f"train-{key[:16]}").resolve()
-    probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else ()
+    probed = question_sets.load_probe(recipe, questions, heldout) if recipe.watch.probe_every else ()
     sections = {"settings": recipe.train, "rollout": recipe.rollout, "watch": recipe.watch}
     how = {"task": recipe.task, "template": prompt.of(recipe), "seed": recipe.seed, "device": device}
     folders = {"base": base.path, "work": work / "trainer", "out": work / "model"}
@@ -84,7 +84,11 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
     ):
         for context, asked in {"train": questions, "probe": job.probed}.items():
             if asked:
-                about = {"digest": inputs.digest(asked), "n": len(asked), "source": inputs.source_of(recipe)}
+                about = {
+                    "digest": question_sets.digest(asked),
+                    "n": len(asked),
+                    "source": question_sets.describe_source(recipe),
+                }
                 contents.log_dataset(f"{tasks.label(recipe.task)}-{context}", context=context, **about)
         _check_contamination(recipe, base.path, questions, heldout)
         shutil.rmtree(job.out, ignore_errors=True)
@@ -230,7 +234,7 @@ def _prompts_to_check(recipe: Recipe, base: Path) -> tuple[list[list[int]], str]
     tokens = hf.tokenizer(base)
     try:
         with nullcontext() if recipe.data or recipe.task == "arithmetic" else rows.from_cache():
-            questions = inputs.questions(recipe, "train", PROMPTS_TO_CHECK)
+            questions = question_sets.load(recipe, "train", PROMPTS_TO_CHECK)
     except BadInput:
         if recipe.data or recipe.task not in tasks.TASKS:
             raise

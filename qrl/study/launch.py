@@ -19,7 +19,7 @@ import click
 from qrl import cluster, process
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.study import build
-from qrl.tracking import contents, projects, reuse, runs, signals, store
+from qrl.tracking import claims, contents, projects, reuse, runs, signals
 from qrl.tracking.keys import ROOT
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Launcher:
                 click.echo(f"      {label} is not reused: {', '.join(changed)}", err=True)
         if missing:
             waiting = f"      Another study on this store makes {step.name} ({', '.join(missing)}) now: waiting for it."
-            with store.claimed((f"{step.name} {step.keys[label]}" for label in missing), lambda: _say(waiting)):
+            with claims.claimed((f"{step.name} {step.keys[label]}" for label in missing), lambda: _say(waiting)):
                 runs |= self._found(step, missing)
                 if made := [f"{label} from run {runs[label].info.run_id[:8]}" for label in missing if runs[label]]:
                     _say(f"      reused, as another study made it: {', '.join(made)}")
@@ -140,7 +140,7 @@ class Launcher:
         self._announce("promote", title)
         name = parameters["registered_name"]
         waiting = f"      Another study on this store promotes to {name} now: waiting for it."
-        with store.claimed([f"promote {name}"], lambda: _say(waiting)):
+        with claims.claimed([f"promote {name}"], lambda: _say(waiting)):
             self._launch(None, "promote", parameters)
 
     def result(self, step: str) -> Result:

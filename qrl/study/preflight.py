@@ -68,9 +68,8 @@ def _check_settings(recipe: Recipe, overrides: dict[str, str], beside: Sequence[
     from qrl import evaluate
     from qrl.quantize import settings as choices
     from qrl.registry import signing
-    from qrl.steps import inputs
     from qrl.study import report
-    from qrl.tasks import prompt
+    from qrl.tasks import prompt, question_sets
     from qrl.train import reward, verl
 
     found.check(signing.keys, recipe.promote)
@@ -89,8 +88,8 @@ def _check_settings(recipe: Recipe, overrides: dict[str, str], beside: Sequence[
         found.check(verl.check_recipe, recipe.train, recipe.rollout, recipe.watch)
     found.check(reward.check, recipe.train, ())
     if recipe.data:  # what is wrong with it is said before an environment is asked for
-        found.check(inputs.trained, recipe)
-        found.check(inputs.all_heldout, recipe)
+        found.check(question_sets.load_training, recipe)
+        found.check(question_sets.load_all_heldout, recipe)
 
 
 def _check_base(recipe: Recipe, found: Objections) -> str:
@@ -99,10 +98,10 @@ def _check_base(recipe: Recipe, found: Objections) -> str:
     Raises:
         BadInput: there is no such model, or it is damaged.
     """
-    from qrl.steps import inputs
+    from qrl.tasks import question_sets
 
     base = checkpoint.check(source.locate(recipe.model))
-    found.check(inputs.check_chat, recipe, base.path)
+    found.check(question_sets.check_chat, recipe, base.path)
     check_schemes(recipe, base.path, found)
     return base.digest
 
@@ -252,20 +251,19 @@ def _estimated(made: Trial, recipe: Recipe, shape: Shape, ahead: DryRun, methods
 
 def asked(recipe: Recipe) -> str:
     """Return how many held-out questions a cell answers, in words; a task may have fewer than `evaluate.n`."""
-    from qrl.steps import inputs
+    from qrl.tasks import question_sets
 
-    count = len(inputs.evaluated(recipe))
+    count = len(question_sets.load_evaluated(recipe))
     return f"{count} held-out questions" + (", all there are" if count < recipe.evaluate.n else "")
 
 
 def _check_contamination(recipe: Recipe) -> None:
     """Raise BadInput if training and held-out questions overlap; generated ones cannot."""
-    from qrl.steps import inputs
-    from qrl.tasks import contamination
+    from qrl.tasks import contamination, question_sets
 
     if recipe.data or recipe.task != "arithmetic":
-        trained = inputs.trained(recipe)
-        overlap = contamination.overlap(trained, inputs.all_heldout(recipe))
+        trained = question_sets.load_training(recipe)
+        overlap = contamination.overlap(trained, question_sets.load_all_heldout(recipe))
         contamination.check(overlap, recipe.task, recipe.train.max_ngram_share)
 
 
@@ -273,16 +271,15 @@ def _without_room(recipe: Recipe, found: Objections) -> list[str]:
     """Return a sentence for each length that the model has no room for; the recipe's own are objections."""
     from qrl.engine import hf
     from qrl.quantize import settings as choices
-    from qrl.steps import inputs
-    from qrl.tasks import prompt
+    from qrl.tasks import prompt, question_sets
     from qrl.tasks import rows as task_rows
 
     base = source.locate(recipe.model)
     positions = checkpoint.positions(base)
     tokens, template, objections = hf.tokenizer(base), prompt.of(recipe), []
     asked = {
-        "training": (inputs.trained, "train.max_completion_tokens", recipe.train.max_completion_tokens),
-        "held-out": (inputs.evaluated, "evaluate.max_new_tokens", recipe.evaluate.max_new_tokens),
+        "training": (question_sets.load_training, "train.max_completion_tokens", recipe.train.max_completion_tokens),
+        "held-out": (question_sets.load_evaluated, "evaluate.max_new_tokens", recipe.evaluate.max_new_tokens),
     }
     for kind, (questions, key, answer) in asked.items():
         longest = nlargest(LONGEST, questions(recipe), key=lambda question: len(question.question))
@@ -295,7 +292,7 @@ def _without_room(recipe: Recipe, found: Objections) -> list[str]:
         settings = choices.of(scheme, recipe.quantize, recipe.seed)
         if settings.calibration == choices.TASK:
             seeded = recipe.model_copy(update={"seed": settings.seed})
-            chosen = inputs.questions(seeded, "train", settings.samples)
+            chosen = question_sets.load(seeded, "train", settings.samples)
             task_rows.check_count(len(chosen), settings.samples, f"The task {recipe.task}")
             longest = nlargest(LONGEST, chosen, key=lambda question: len(question.question + question.solution))
             texts = [prompt.training_text(tokens, question, template) for question in longest]

@@ -78,10 +78,9 @@ def _run(recipe: Recipe, path: Path, device: str) -> Trial:
     from qrl.engine import device as devices
     from qrl.engine import hf
     from qrl.evaluate import cells
-    from qrl.steps import inputs
-    from qrl.tasks import prompt
+    from qrl.tasks import prompt, question_sets
 
-    heldout = inputs.evaluated(recipe, max(N, recipe.evaluate.n))
+    heldout = question_sets.load_evaluated(recipe, max(N, recipe.evaluate.n))
     questions = heldout[:N]
     free, needed = forecast.free_bytes(device), forecast.Shape.of(path).parameters * 2
     if needed > free:

@@ -89,8 +89,8 @@ def read(run_id: str) -> Evaluated:
 
 def sealed(variant: str, scheme: str) -> Iterator[Evaluated]:
     """Yield every finished evaluation of a cell in the store whose rows were sealed, the newest first."""
-    of_variant = f" and tags.`{names.TAG_STEP}` = 'evaluate' and tags.`{names.TAG_VARIANT}` = '{variant}'"
-    for run in store.running(of_variant, status="FINISHED"):
+    of_variant = f"tags.`{names.TAG_STEP}` = 'evaluate' and tags.`{names.TAG_VARIANT}` = '{variant}'"
+    for run in contents.find_runs(of_variant, status="FINISHED"):
         is_cell = names.ACCURACY in run.data.metrics and names.TAG_DIGEST in run.data.tags
         if is_cell and names.scheme(run.data.tags.get(names.TAG_SCHEME, "")) == scheme:
             cell = read(run.info.run_id)

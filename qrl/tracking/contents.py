@@ -150,6 +150,14 @@ def run(run_id: str, expected: str = "a run that `mlflow ui` shows") -> Run:
         raise BadInput(f"There is no run '{run_id}' in {place}: give the id of {expected}.") from None
 
 
+def find_runs(condition: str = "", status: str = "RUNNING") -> list[Run]:
+    """Return the runs of all experiments that have a status and meet a condition in MLflow's query language."""
+    query = f"attributes.status = '{status}'"
+    if condition:
+        query += f" and {condition}"
+    return mlflow.search_runs(filter_string=query, search_all_experiments=True, output_format="list")
+
+
 @cache
 def _fetched() -> str:
     """Return a folder for what a remote store's runs hold, deleted at the end of this process."""

@@ -19,7 +19,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 
 from qrl.errors import BadInput, QrlError, first_line
 from qrl.process import installed
-from qrl.tracking import fetched, keys, store
+from qrl.tracking import fetched, keys, store, store_errors
 from qrl.workspace import WORK, free_bytes
 
 OK, ADVICE, LACKS = "ok", "advice", "lacks"
@@ -221,7 +221,7 @@ def _tried(what: str, about: str, attempt) -> Finding:
 
 
 def _denied(about: str, error: Exception) -> Finding:
-    known = store.sentence(error)
+    known = store_errors.explain(error)
     sentence = str(known) if known else f"{first_line(error).rstrip('.')}."
     return Finding("rights", LACKS, f"{about[0].upper()}{about[1:]}: {sentence}")
 

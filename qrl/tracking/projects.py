@@ -14,7 +14,7 @@ from mlflow.tracking.fluent import _get_experiment_id
 
 from qrl import names
 from qrl.errors import first_line
-from qrl.tracking import contents, model_files, models, runs, signals, store
+from qrl.tracking import contents, dead_runs, model_files, models, owners, runs, signals
 
 NOT_BEGUN = "Its process ended before it began: it was killed, or its environment is broken; see the output above."
 _MANAGER = "mlflow.project.env"
@@ -23,7 +23,7 @@ _MANAGER = "mlflow.project.env"
 def open_child(parent: str, name: str) -> str:
     """Open a run for a step to join, below the parent if there is one; return its id, known before the step begins."""
     experiment = runs.opened(parent).info.experiment_id if parent else _get_experiment_id() or "0"
-    tags = {names.TAG_PID: signals.identity()} | ({runs.PARENT: parent} if parent else {})
+    tags = {names.TAG_PID: owners.this_process()} | ({runs.PARENT: parent} if parent else {})
     return mlflow.MlflowClient().create_run(experiment, tags=tags, run_name=name).info.run_id
 
 
@@ -116,20 +116,20 @@ def _marked_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
     finished = names.SECONDS in run.data.metrics
     if not finished and names.TAG_REASON not in run.data.tags:  # the signal came before the step could write it
         reason, code = str(error) or "Stopped by Ctrl-C.", str(signals.exit_code(error))
-        if store.TAG_JOB not in run.data.tags:  # else the cluster knows why
+        if dead_runs.TAG_JOB not in run.data.tags:  # else the cluster knows why
             contents.tag_run(run_id, {names.TAG_REASON: reason, names.TAG_EXIT_CODE: code})
     elif not finished and int(run.data.tags.get(names.TAG_EXIT_CODE, 1)) <= 128:
         return False  # it had failed by itself
     client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
-    if not finished and store.TAG_JOB not in run.data.tags:  # the step may have been ended where it stood
+    if not finished and dead_runs.TAG_JOB not in run.data.tags:  # the step may have been ended where it stood
         models.abandon(run_id)
         _end_below(run_id, str(error) or "Stopped by Ctrl-C.")
     return finished
 
 
 def _end_below(run_id: str, reason: str) -> None:
-    for run in store.running(f" and tags.`{runs.PARENT}` = '{run_id}'"):
-        store.end_dead(run.info, reason=reason)
+    for run in contents.find_runs(f"tags.`{runs.PARENT}` = '{run_id}'"):
+        dead_runs.end_run(run.info, reason=reason)
         _end_below(run.info.run_id, reason)
 
 
@@ -149,9 +149,9 @@ def failure(run_id: str) -> tuple[str, int | None]:
     if names.TAG_STEP not in tags:
         contents.tag_run(run_id, {names.TAG_REASON: NOT_BEGUN})
         return NOT_BEGUN, None
-    store.end_dead(run.info)
-    store.sweep()  # its cells
-    return store.DIED, None
+    dead_runs.end_run(run.info)
+    dead_runs.sweep()  # its cells
+    return dead_runs.DIED, None
 
 
 def artifact_place(run_id: str) -> str:

@@ -20,7 +20,7 @@ from qrl import names
 from qrl.errors import BadInput, GateRefused, QrlError, first_line
 from qrl.recipe import Recipe
 from qrl.tasks import own, prompt
-from qrl.tracking import contents, models, signals, store
+from qrl.tracking import contents, dead_runs, models, owners, signals, store, store_errors
 
 active_id = contents.active_id
 PARENT, NOTE = "mlflow.parentRunId", "mlflow.note.content"
@@ -56,7 +56,7 @@ def step(
         SystemExit: 130 or 143 after Ctrl-C or SIGTERM; the run is ended as KILLED.
     """
     signals.guard()
-    store.sweep()
+    dead_runs.sweep()
     joined = "MLFLOW_RUN_ID" in os.environ
     run = _start(run_name or name, {names.TAG_STEP: name, **(tags or {})}, system_metrics)
     try:
@@ -72,7 +72,7 @@ def step(
                 contents.log_files(own.files(recipe.task, recipe.train.rewards))
             began = time.time()
             yield run
-            seconds = {names.SECONDS: time.time() - began, "step/startup_s": began - signals.started()}
+            seconds = {names.SECONDS: time.time() - began, "step/startup_s": began - owners.started_at()}
             contents.insist(partial(mlflow.log_metrics, seconds))
     except KeyboardInterrupt as stopped:
         if PARENT not in run.data.tags:  # else the study says it
@@ -120,10 +120,10 @@ def close_stopped(signum: int) -> NoReturn:
     signals.bury_children()  # whose runs are swept below
     try:
         store.prepare()
-        for run in store.running(f" and tags.`{names.TAG_PID}` = '{signals.identity()}'"):
+        for run in contents.find_runs(f"tags.`{names.TAG_PID}` = '{owners.this_process()}'"):
             _end(run.info.run_id, stopped, partial(mlflow.MlflowClient().set_terminated, run.info.run_id))
         close_opened(stopped)
-        store.sweep()  # of the processes that were killed with this one
+        dead_runs.sweep()  # of the processes that were killed with this one
     except Exception as failure:
         print(f"The run could not be ended ({first_line(failure)}); the next command ends it.", file=sys.stderr)
     sys.exit(stopped.code)
@@ -155,14 +155,14 @@ def _explained(run_id: str | None) -> Iterator[None]:
         if run_id and error.error_code == "RESOURCE_DOES_NOT_EXIST":
             held_by = mlflow.get_tracking_uri()
             raise BadInput(f"MLFLOW_RUN_ID names run {run_id}, which {held_by} does not hold: unset it.") from None
-        raise store.sentence(error) or error from None
+        raise store_errors.explain(error) or error from None
 
 
 def _start(run_name: str, tags: Mapping[str, object], system_metrics: bool = False) -> mlflow.ActiveRun:
     """Begin a run that has its process's identity from the first moment, or join the one that MLFLOW_RUN_ID names."""
     mlflow.set_system_metrics_sampling_interval(_SYSTEM_METRICS_EVERY)
     signals.note_run()
-    nested, tags = mlflow.active_run() is not None, {names.TAG_PID: signals.identity(), **tags}
+    nested, tags = mlflow.active_run() is not None, {names.TAG_PID: owners.this_process(), **tags}
     with _explained(os.environ.get("MLFLOW_RUN_ID")):  # which MLflow takes out of the environment
         return mlflow.start_run(run_name=run_name, nested=nested, tags=tags, log_system_metrics=system_metrics)
 
@@ -173,7 +173,7 @@ def _ended(run: mlflow.ActiveRun) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        reported = (store.sentence(error) if isinstance(error, Exception) else None) or error
+        reported = (store_errors.explain(error) if isinstance(error, Exception) else None) or error
         _end(run.info.run_id, reported, partial(_end_active, run.info.run_id))
         if reported is error:
             raise
@@ -181,7 +181,7 @@ def _ended(run: mlflow.ActiveRun) -> Iterator[None]:
     try:
         _end_active(run.info.run_id, "FINISHED")
     except Exception as failure:
-        raise store.sentence(failure) or failure from None
+        raise store_errors.explain(failure) or failure from None
 
 
 def _end_active(run_id: str, status: str) -> None:
@@ -210,7 +210,7 @@ def _end(run_id: str, error: BaseException, end: Callable[[str], object]) -> Non
     try:
         if isinstance(error, GateRefused):
             status, tags = "FINISHED", tags | _refused(run_id, reason)
-        if status == "KILLED" and store.TAG_JOB in mlflow.get_run(run_id).data.tags:
+        if status == "KILLED" and dead_runs.TAG_JOB in mlflow.get_run(run_id).data.tags:
             tags = {}  # the cluster knows why, and whoever asks it may have written that already
         contents.tag_run(run_id, tags)
     except Exception as failure:

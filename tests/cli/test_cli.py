@@ -300,14 +300,14 @@ def test_a_full_disk_gets_a_sentence_whichever_library_meets_it(tmp_path):
     """The error of safetensors is no OSError, and no tracking URI moves the folder of work in progress."""
     lines = [
         "import resource, numpy, pathlib, safetensors.numpy",
-        "from qrl.tracking import store",
+        "from qrl.tracking import store_errors",
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))",
         "def rust(): safetensors.numpy.save_file({'a': numpy.zeros(9999)}, 'a.safetensors')",
         "def plain(): pathlib.Path('.qrl').write_bytes(bytes(9999))",
         "for write in (rust, plain):",
         "    try: write()",
-        "    except Exception as error: print(type(error).__name__, store.sentence(error))",
-        "print(store.sentence(OSError(28, 'No space left on device', '.qrl/train-0')))",
+        "    except Exception as error: print(type(error).__name__, store_errors.explain(error))",
+        "print(store_errors.explain(OSError(28, 'No space left on device', '.qrl/train-0')))",
     ]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],

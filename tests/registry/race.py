@@ -193,7 +193,7 @@ def _judge(folder: Path) -> None:
 
     tried = [line.split() for path in folder.glob("racer-*") for line in path.read_text().splitlines()]
     now = registry.resolve(NAME, "awq").version
-    past = history.read(NAME, model := versions.model_of(NAME))  # which checks the chain
+    past = history.read_history(NAME, model := versions.model_of(NAME))  # which checks the chain
     faults, state = [], history.State()
     for record in past.records:
         if record.action == "rollback" and record.version != state.before.get(record.stage):

@@ -35,7 +35,7 @@ def shown() -> dict[int, str]:
 
 
 def record() -> history.History:
-    return history.read(NAME, versions.model_of(NAME))
+    return history.read_history(NAME, versions.model_of(NAME))
 
 
 def denied(*_args: object, **_more: object) -> None:
@@ -66,8 +66,8 @@ def test_two_writers_of_one_number_are_one_writer_and_one_that_is_told(version):
     version()
     registry.promote(NAME, "base", 1, record=WHY)
     past = record()
-    assert history.claim(past, {"action": "refuse", "stage": "grpo", "version": 1})
-    assert not history.claim(past, {"action": "refuse", "stage": "grpo", "version": 1})  # to the letter the same
+    assert history.claim_next(past, {"action": "refuse", "stage": "grpo", "version": 1})
+    assert not history.claim_next(past, {"action": "refuse", "stage": "grpo", "version": 1})  # to the letter the same
     assert len(record().records) == 2
 
 
@@ -78,7 +78,7 @@ def test_two_hosts_that_begin_a_record_at_once_share_it(version, monkeypatch):
     seen = mlflow.get_run(entries[0].run_id)
     stale = mlflow.entities.Run(seen.info, mlflow.entities.RunData())
     monkeypatch.setattr(
-        adopt.history, "run_of", lambda run_id: stale
+        adopt.history, "find_run", lambda run_id: stale
     )  # the other host looked before the first one wrote
     assert adopt.begin(model, entries) == first
     monkeypatch.undo()
@@ -217,7 +217,7 @@ def test_a_record_that_somebody_else_wrote_does_not_count(version, monkeypatch):
     said = dataclasses.replace(own.records[0], version=2, digest=registry.resolve(NAME, 2).digest)
     text = json.dumps(dataclasses.asdict(said), default=str)
     client.log_param(forged.info.run_id, "000001", f"x 1 {text}")
-    client.log_param(client.get_model_version(NAME, "1").run_id, f"{history.naming(NAME)}.1", forged.info.run_id)
+    client.log_param(client.get_model_version(NAME, "1").run_id, f"{history.record_param(NAME)}.1", forged.info.run_id)
     for value in (forged.info.run_id, "nowhere", None):
         if value:
             client.set_registered_model_tag(NAME, names.TAG_HISTORY, value)
@@ -250,10 +250,10 @@ def test_another_host_takes_over_by_its_own_clock(version, monkeypatch, clock):
     registry.promote(NAME, "awq", 1, record=WHY)
     said = {"action": "promote", "stage": "awq", "version": 2, "declared": str(history.USUAL["awq"])}
     with monkeypatch.context() as patched:
-        patched.setattr(history.signals, "identity", lambda: "elsewhere:1:2")
+        patched.setattr(history.owners, "this_process", lambda: "elsewhere:1:2")
         elsewhere = type("Clock", (), {"now": lambda zone: datetime.fromisoformat(clock)})
         patched.setattr(history, "datetime", elsewhere)
-        assert history.claim(record(), said)
+        assert history.claim_next(record(), said)
     for _ in range(2):  # what is recorded counts; who recorded it still has time to move the pointers
         assert registry.resolve(NAME, "awq").version == 2 and pointers()["awq"] == 1
     assert list(WORK.glob("registry-*.seen"))
