@@ -74,9 +74,6 @@ BAD = {
     "no step": ([], "Commands:\n  study"),
     "a model whose name no folder can have": (["train", "--model", "a" * 5000], "longer than a path may be"),
     "a recipe whose name no file can have": (["train", "--recipe", "a" * 5000 + ".yaml"], "longer than a path may be"),
-    "the former name of sweep": (["methods", "--seeds", "0,1"], "`sweep`"),
-    "the former name of --rank": (["compare", "--methods", "--cells", "0123"], "`compare --rank`"),
-    "the same as -P methods=true arrives": (["compare", "--methods", "true", "--cells", "0123"], "`compare --rank`"),
     "a flag as -P rank=true arrives": (
         ["compare", "--rank", "true", "--counts", "a.json", "--out", "out"],
         "not --counts",
