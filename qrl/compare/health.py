@@ -33,10 +33,10 @@ def notes(frame: pd.DataFrame) -> dict[Cell, str]:
     """
     if names.UNHEALTHY in frame:
         rows = pd.DataFrame(frame[frame[names.UNHEALTHY].notna()])
-        return {
-            (str(variant), str(scheme)): "; ".join(dict.fromkeys(texts.astype(str)))
-            for (variant, scheme), texts in rows.groupby(["variant", "scheme"], observed=True)[names.UNHEALTHY]
-        }
+        marks: dict[Cell, dict[str, None]] = {}  # in the order of the rows, each text once
+        for variant, scheme, text in rows[["variant", "scheme", names.UNHEALTHY]].astype(str).itertuples(index=False):
+            marks.setdefault((variant, scheme), {})[text] = None
+        return {cell: "; ".join(texts) for cell, texts in marks.items()}
     return _unfinished(frame) if "finish_reason" in frame else {}
 
 

@@ -50,7 +50,7 @@ def filled(frame: pd.DataFrame, missing: str | None) -> pd.DataFrame:
     """
     check(missing)
     needed = [column for column in COLUMNS if column != "correct"]
-    unreadable = frame.empty or not set(COLUMNS) <= set(frame.columns) or bool(frame[needed].isna().any(axis=None))
+    unreadable = frame.empty or not set(COLUMNS) <= set(frame.columns) or bool(frame[needed].isna().to_numpy().any())
     if missing is None or unreadable:  # what is wrong with such a table, the comparison says
         return frame
     attributes = dict(frame.attrs)

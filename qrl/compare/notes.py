@@ -102,13 +102,14 @@ def _same_texts(answered: Answered, first: Cell, second: Cell) -> bool:
     by = ["question", "seed"]
     if BASE in (first[0], second[0]):
         rows, others = (rows, others) if first[0] == BASE else (others, rows)
-        by = ["question"] if rows["seed"].nunique() == 1 else by
+        by = ["question"] if len(set(rows["seed"])) == 1 else by
     pairs = others.merge(rows, on=by, how="left", suffixes=("", "_other"), validate="many_to_one")
-    if not len(pairs) or not pairs["correct"].equals(pairs["correct_other"]):
+    outcomes, other_outcomes = pairs["correct"].to_numpy(), pairs["correct_other"].to_numpy()
+    if not len(pairs) or not (outcomes == other_outcomes).all():
         return False
     places, others_places = pairs[_PLACE].to_numpy(), pairs[f"{_PLACE}_other"].to_numpy()
     if "n_tokens" in answered.frame:
-        lengths = pd.to_numeric(answered.frame["n_tokens"], errors="coerce").fillna(-1).to_numpy()
+        lengths = pd.Series(pd.to_numeric(answered.frame["n_tokens"], errors="coerce")).fillna(-1).to_numpy()
         if (lengths[places] != lengths[others_places]).any():
             return False
     own, other = (_texts(answered, at) for at in (places, others_places))

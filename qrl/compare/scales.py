@@ -109,18 +109,22 @@ def sections(comparison: Comparison) -> list[str]:
     """Return Markdown lines: a table per trained variant, and a sentence per scheme; none without quantized schemes."""
     lines = []
     for variant in comparison.variants[1:]:
-        rows = [row for row in comparison.rows if row.variant == variant and row.scales]
-        if not rows:
-            continue
         body = []
-        for row in rows:
-            kept = [kept_text(row.scales.kept[name]) for name in (BASE, variant)]
-            others = ["not defined"] * 2
-            if not row.scales.nothing_left:
-                others = [ratio_text(row.scales.ratio), interval(row.scales.log_odds)]
-            body.append((comparison.shown(row.scheme), *kept, *others))
+        sentences = []
+        for row in comparison.rows:
+            scales = row.scales
+            if row.variant != variant or scales is None:
+                continue
+            scheme = comparison.shown(row.scheme)
+            kept = [kept_text(scales.kept[name]) for name in (BASE, variant)]
+            relative = ["not defined"] * 2
+            if not scales.nothing_left:
+                relative = [ratio_text(scales.ratio), interval(scales.log_odds)]
+            body.append((scheme, *kept, *relative))
+            sentences.append(f"- {scheme}: {sentence(scales, variant)}")
+        if not body:
+            continue
         head = ("scheme", f"accuracy kept: {BASE}", f"accuracy kept: {variant}", "ratio", "difference in log-odds")
-        sentences = [f"- {comparison.shown(row.scheme)}: {sentence(row.scales, variant)}" for row in rows]
         title = f"## Does quantization cost {variant} more than {BASE}?"
         note = (
             f"*accuracy kept* = accuracy under the scheme / accuracy at full precision (n = {comparison.n}). *ratio* = "

@@ -34,18 +34,17 @@ def repeated(answered: Answered) -> list[tuple[str, ...]]:
         return []
     groups: dict[tuple, list[str]] = {}
     known = [name for name in _SAME if name in answered.frame]
-    table = answered.table[["seed"]].assign(
-        cell=answered.cell,
-        question=answered.question,
-        correct=answered.table["correct"],
-        **{name: answered.frame[name].astype(str) for name in known},
-    )
-    trained = np.array([variant != names.BASE for variant, _ in answered.cells])[answered.cell]
+    table = pd.DataFrame(answered.table[["seed", "correct"]])
+    table = table.assign(cell=answered.cell, question=answered.question)
+    for name in known:
+        table[name] = answered.frame[name].astype(str)
+    is_trained = np.array([variant != names.BASE for variant, _ in answered.cells])[answered.cell]
     order = ["cell", "question", "correct", *known]
-    for seed, rows in table[trained].sort_values(order).groupby("seed", observed=True):
-        if rows["correct"].nunique() > 1:
-            hashes = pd.util.hash_pandas_object(rows[order], index=False)
-            groups.setdefault((len(rows), sha256(hashes.to_numpy().tobytes()).digest()), []).append(str(seed))
+    trained = pd.DataFrame(table[is_trained]).sort_values(by=order)
+    for seed, rows in trained.groupby("seed", observed=True):
+        if len(set(rows["correct"])) > 1:
+            answers = rows[order].to_csv(index=False).encode()
+            groups.setdefault((len(rows), sha256(answers).digest()), []).append(str(seed))
     return [tuple(sorted(seeds, key=_place)) for seeds in groups.values() if len(seeds) > 1]
 
 

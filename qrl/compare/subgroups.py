@@ -50,12 +50,12 @@ def groups(comparison: Comparison) -> dict[str, list[Group]]:
     """Return the groups of each kind that the rows name; none if only counts are known, or if all are in one group."""
     answered, found = comparison.answered, {}
     for kind in KINDS:
-        if answered is None or kind not in answered.frame or answered.frame[kind].isna().all():
+        if answered is None or kind not in answered.frame:
             continue
         of_question = _of_question(answered, kind)
-        known = of_question.dropna()
-        if known.nunique() > 1:
-            found[kind] = [_group(comparison, answered, name, of_question == name) for name in _ordered(known)]
+        group_names = set(of_question.dropna())
+        if len(group_names) > 1:
+            found[kind] = [_group(comparison, answered, name, of_question == name) for name in _ordered(group_names)]
     return found
 
 
@@ -100,8 +100,9 @@ def _of_question(answered: Answered, kind: str) -> pd.Series:
     """Return the group of each question, in the order of `answered.questions`: that of its first row that names one."""
     named = answered.frame[kind].notna().to_numpy()
     first = pd.DataFrame({"question": answered.question[named], kind: answered.frame[kind].astype(object)[named]})
-    first = first.drop_duplicates("question").set_index("question")[kind]
-    return first.map(_name).reindex(np.arange(len(answered.questions)))
+    first = first.drop_duplicates("question")
+    group_names = pd.Series([_name(value) for value in first[kind]], index=pd.Index(first["question"]), dtype=object)
+    return group_names.reindex(np.arange(len(answered.questions)))
 
 
 def _name(value: object) -> str:
@@ -109,14 +110,16 @@ def _name(value: object) -> str:
     return f"{value:g}" if isinstance(value, int | float | np.number) else str(value)
 
 
-def _ordered(known: pd.Series) -> list[str]:
+def _ordered(group_names: set[str]) -> list[str]:
     """Return the groups' names: numbers by value, before texts."""
 
     def place(name: str) -> tuple[bool, float, str]:
-        number = pd.to_numeric(name, errors="coerce")
-        return bool(np.isnan(number)), 0.0 if np.isnan(number) else float(number), name
+        try:
+            return False, float(name), name
+        except ValueError:
+            return True, 0.0, name
 
-    return sorted(known.unique(), key=place)
+    return sorted(group_names, key=place)
 
 
 def _group(comparison: Comparison, answered: Answered, name: str, belongs: pd.Series) -> Group:

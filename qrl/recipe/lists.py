@@ -8,7 +8,7 @@ from qrl.errors import BadInput
 _VARIANT = re.compile(r"\w[\w.+-]{0,99}")
 
 
-def parse_items(label: str, text: str) -> list[str]:
+def parse_list(label: str, text: str) -> list[str]:
     """Return the items of a comma-separated list; spaces and a trailing comma, as copying leaves them, are ignored.
 
     Args:
@@ -36,7 +36,7 @@ def parse_pairs(label: str, text: str, value: str = "VALUE") -> dict[str, str]:
         BadInput: there is no item, an item has no name or no value, or a name is repeated.
     """
     pairs: dict[str, str] = {}
-    for item in parse_items(label, text):
+    for item in parse_list(label, text):
         name, _, item_value = (part.strip() for part in item.partition("="))
         if not (name and item_value):
             raise BadInput(f"{label} has the item '{item}': expected NAME={value}, several by comma.")

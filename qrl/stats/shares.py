@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 from qrl.stats.estimate import LEVEL, TAIL, Estimate
 
@@ -81,6 +82,6 @@ class Share:
         far = estimate + step
         for _ in range(20):  # the bound crosses 0 between the estimate and a share that is far enough from it
             if (bound(far) < 0) == upwards and bound(far) != 0:
-                return float(brentq(bound, estimate, far, xtol=_PRECISION))
+                return cast(float, brentq(bound, estimate, far, xtol=_PRECISION))
             far += step * 2
         return math.inf if upwards else -math.inf
