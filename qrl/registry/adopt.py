@@ -29,10 +29,12 @@ def begin(model: RegisteredModel, versions: Sequence[ModelVersion]) -> str:
     client = MlflowClient()
     oldest_first = sorted(versions, key=lambda entry: int(entry.version))
     makers = [run for run in (history.find_run(entry.run_id) for entry in oldest_first) if run]
-    named = [run_id for maker in makers for run_id in history.record_runs(maker, model.name)]
-    run_id = next(filter(history.find_run, named), None)
+    named_run_ids: list[str] = []
+    for maker in makers:
+        named_run_ids += history.record_runs(maker, model.name)
+    run_id = next(filter(history.find_run, named_run_ids), None)
     if run_id is None:
-        run_id = _make_record(model.name, makers, len(named))
+        run_id = _make_record(model.name, makers, len(named_run_ids))
         client.set_registered_model_tag(model.name, names.TAG_APPLIED, "0")  # it may count decisions of a lost record
     client.set_registered_model_tag(model.name, names.TAG_HISTORY, run_id)
     return run_id
@@ -48,9 +50,8 @@ def _make_record(name: str, makers: Sequence[Run], lost_records: int) -> str:
     """
     client = MlflowClient()
     maker = next((run for run in makers if run.info.lifecycle_stage == "active"), None)
-    experiment, started = "0", None
-    if maker:
-        experiment, started = maker.info.experiment_id, maker.info.start_time
+    experiment = maker.info.experiment_id if maker else "0"
+    started = maker.info.start_time if maker else None
     tags = {names.TAG_STEP: "registry", names.TAG_PID: owners.this_process()}
     signals.note_run()
     run_id = client.create_run(experiment, started, tags, run_name=f"decisions on {name}").info.run_id
@@ -87,11 +88,15 @@ def first_decision(model: RegisteredModel, versions: Sequence[ModelVersion]) -> 
         return None
 
     earned = {alias: stage for alias, stage in stage_of.items() if (stage, aliases[alias]) in passed}
-    at = {alias: aliases[alias] for alias in earned if alias in USUAL}
-    before = {stage: aliases[alias] for alias, stage in earned.items() if alias != stage and stage in earned}
-    declared = {stage: str(stage_settings) for stage, stage_settings in USUAL.items() if stage in earned}
-    mirrors = {stage.mlflow: stage.stage for stage in USUAL.values() if stage.mlflow in MIRRORED}
-    adopted = {"at": at, "before": before, "declared": declared, "mirrors": mirrors, "gates": gates}
+    adopted = {  # the fields of `State`
+        "at": {alias: aliases[alias] for alias in earned if alias in USUAL},
+        "before": {
+            stage: aliases[alias] for alias, stage in earned.items() if alias == stage + PREVIOUS and stage in earned
+        },
+        "declared": {name: str(stage) for name, stage in USUAL.items() if name in earned},
+        "mirrors": {stage.mlflow: stage.stage for stage in USUAL.values() if stage.mlflow in MIRRORED},
+        "gates": gates,
+    }
 
     reasons = ["Taken over from a store without a record."]
     unearned = [f"{alias} (version {aliases[alias]})" for alias in stage_of if alias not in earned]

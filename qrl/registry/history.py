@@ -331,10 +331,10 @@ def claim_next(history: History, decision: Mapping[str, Any]) -> History | None:
         client.log_param(history.run_id, key, value)
     except MlflowException as error:  # the number is taken, or an answer that got lost
         failure = error
-    written = contents.run(history.run_id).data.params.get(key)
-    if written is None and failure:
+    stored_value = contents.run(history.run_id).data.params.get(key)
+    if stored_value is None and failure:
         raise failure
-    if written != value:
+    if stored_value != value:  # another writer's
         return None
     records = (*history.records, Record.of(json.loads(text)))
     return History(history.name, history.run_id, records, sha256(text.encode()).hexdigest(), history.applied)
@@ -364,8 +364,8 @@ def _parse_decision(text: str) -> tuple[Record, str]:
 def _join(first_piece: str, params: Mapping[str, str]) -> str:
     """Return a decision's text from its parameter and those that continue it."""
     nonce, count, text = first_piece.split(" ", 2)
-    further = [params[f"{nonce}.{index}"] for index in range(1, int(count))]
-    return "".join([text, *further])
+    further_pieces = [params[f"{nonce}.{index}"] for index in range(1, int(count))]
+    return "".join([text, *further_pieces])
 
 
 def best(records: Sequence[Record], stage: str) -> Record | None:

@@ -80,10 +80,10 @@ def _no_version(history: History, stage: str, alias: str) -> BadInput:
     if alias != stage:
         return BadInput(f"Stage {stage} of '{history.name}' has had no other version, so there is no {alias}.")
     held_stages = [stage for stage in _declared_stages(history) if stage in history.state.at]
-    held = f"it has {', '.join(held_stages)}; " if held_stages else ""
+    clause = f"it has {', '.join(held_stages)}; " if held_stages else ""
     models = ", ".join(sorted(model.name for model in MlflowClient().search_registered_models())) or "none"
     return BadInput(
-        f"Stage {alias} of '{history.name}' has no version yet ({held}registered models here: {models}; choose one "
+        f"Stage {alias} of '{history.name}' has no version yet ({clause}registered models here: {models}; choose one "
         "with --registered_name): `mlflow run .` makes all, "
         f"`python -m qrl promote --stage {alias} --cell RUN` makes this one from an evaluation."
     )

@@ -152,11 +152,10 @@ def _common_name(recipes: list[Recipe]) -> str:
     """Return the registered model that all candidates belong to; raise BadInput if there are several."""
     registered_names = [registry.registered_name(recipe) for recipe in recipes]
     first = registered_names[0]
-    further = sorted(set(registered_names) - {first})
-    if further:
-        raise BadInput(
-            f"The cells belong to several models, {' and '.join([first, *further])}: promote each of them by itself."
-        )
+    other_names = sorted(set(registered_names) - {first})
+    if other_names:
+        listed = " and ".join([first, *other_names])
+        raise BadInput(f"The cells belong to several models, {listed}: promote each of them by itself.")
     return first
 
 

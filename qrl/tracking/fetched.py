@@ -138,7 +138,7 @@ def _delete_unused(path: Path) -> bool:
         descriptor = os.open(path, os.O_RDONLY)
         stack.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError where a process uses it
-        gone = path.rename(path.with_name(f".{path.name}{_DELETED}"))
-        shutil.rmtree(gone, ignore_errors=True)
+        hidden = path.rename(path.with_name(f".{path.name}{_DELETED}"))  # at once: what a kill leaves is no model
+        shutil.rmtree(hidden, ignore_errors=True)
         return True
     return False

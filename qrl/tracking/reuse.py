@@ -25,7 +25,7 @@ _NEWEST_FIRST = ["attributes.start_time DESC"]
 _DIGEST = re.compile(r"[0-9a-f]{32,64}")  # of contents, or a run's id
 _FILES_NAMED = 3
 _BASE = f"{keys.INPUT}base"
-_SAME = ("task", f"{keys.INPUT}variant", f"{keys.INPUT}scheme")  # parts that name a result
+_NAMING = ("task", f"{keys.INPUT}variant", f"{keys.INPUT}scheme")  # parts that name a result
 _UNREADABLE = (mlflow.MlflowException, OSError, ValueError, TypeError)  # what reading a record may raise
 
 
@@ -82,17 +82,17 @@ def changes(step: str, key: str) -> list[str]:
 
 
 def _names_same_result(parts: Mapping[str, str], required: Mapping[str, str]) -> bool:
-    return all(parts.get(name) == required.get(name) for name in _SAME)
+    return all(parts.get(name) == required.get(name) for name in _NAMING)
 
 
-def _describe_differences(former: dict[str, str], required: dict[str, str]) -> list[str]:
+def _describe_differences(recorded: dict[str, str], required: dict[str, str]) -> list[str]:
     """Return a phrase for each difference: `train.steps 16 → 20`, or `qrl/train/grpo.py changed`."""
-    if former.get(_BASE) != required.get(_BASE):  # another study: the rest does not matter
+    if recorded.get(_BASE) != required.get(_BASE):  # another study: the rest does not matter
         return [f"{_spoken(_BASE)} changed"]
     phrases = []
     changed_sources = []
-    for name in required | former:
-        old = former.get(name, "")
+    for name in required | recorded:
+        old = recorded.get(name, "")
         new = required.get(name, "")
         if old == new or name == "sources":
             continue
@@ -136,9 +136,9 @@ def record_outputs(*, models: dict | None = None, artifacts: list | None = None,
     """
     run = mlflow.get_run(contents.active_id())
     outputs = Outputs(models or {}, artifacts or [], values or {})
-    places = (*outputs.models.values(), *outputs.artifacts)
-    sizes = {place: _sizes(_address(run, place)) for place in places}
-    digests = {place: _digests(_address(run, place)) for place in outputs.artifacts}
+    names_of_outputs = (*outputs.models.values(), *outputs.artifacts)
+    sizes = {output: _sizes(_address(run, output)) for output in names_of_outputs}
+    digests = {output: _digests(_address(run, output)) for output in outputs.artifacts}
     parts = keys.PARTS.get(run.data.tags.get(names.TAG_CACHE_KEY, ""), {})
     document = {**vars(outputs), "sizes": sizes, "digests": digests, "parts": parts}
     mlflow.log_dict(document, _OUTPUTS)
@@ -179,11 +179,11 @@ def _is_intact(run: Run) -> bool:
     """Return whether every recorded file is there with its size, and weights and artifacts with their digests."""
     try:
         document = _document(run)
-        for place, sizes in document["sizes"].items():
-            if not sizes or _sizes(_address(run, place)) != sizes:
+        for output, sizes in document["sizes"].items():
+            if not sizes or _sizes(_address(run, output)) != sizes:
                 return False
-        for place, digests in document["digests"].items():
-            if _digests(_address(run, place)) != digests:
+        for output, digests in document["digests"].items():
+            if _digests(_address(run, output)) != digests:
                 return False
         digest = document["values"].get("digest")
         return all(models.holds(uri, digest) for uri in document["models"].values())
@@ -201,8 +201,11 @@ def _parts(artifacts: str) -> dict[str, str] | None:
     return reading.parsed(load_text(f"{artifacts}/{_OUTPUTS}")).get("parts")
 
 
-def _address(run: Run, place: str) -> str:
-    return place if place.startswith("models:/") else f"{run.info.artifact_uri}/{place}"
+def _address(run: Run, output: str) -> str:
+    """Return the address of a step's output: a model's own, or that of an artifact of the run."""
+    if output.startswith("models:/"):
+        return output
+    return f"{run.info.artifact_uri}/{output}"
 
 
 def _sizes(address: str) -> dict[str, int | None]:

@@ -63,8 +63,8 @@ def _explain_one(error: BaseException) -> QrlError | None:
         return rejected
     number = _errno(error)
     if number in _FULL_OR_READ_ONLY:
-        written = getattr(error, "filename2", None) or getattr(error, "filename", None)  # the second file of a copy
-        return _unwritable(number, written)
+        target = getattr(error, "filename2", None)  # of a copy
+        return _unwritable(number, target or getattr(error, "filename", None))
     if _database_error(error):
         return unusable(error)
     deleted = _DELETED.search(str(error))
@@ -125,7 +125,5 @@ def _rejected(error: BaseException) -> BadInput | None:
 def _unwritable(number: int, path: str | None) -> BadInput:
     location = f" at {path}" if path else ""
     is_in_work = path and WORK.name in Path(path).parts  # work in progress, which no tracking URI moves
-    elsewhere = "start qrl from a folder on another disk" if is_in_work else "set MLFLOW_TRACKING_URI"
-    return BadInput(
-        f"Nothing can be written{location} ({os.strerror(number)}): {_FREE_FIRST.get(number, '')}{elsewhere}."
-    )
+    remedy = "start qrl from a folder on another disk" if is_in_work else "set MLFLOW_TRACKING_URI"
+    return BadInput(f"Nothing can be written{location} ({os.strerror(number)}): {_FREE_FIRST.get(number, '')}{remedy}.")

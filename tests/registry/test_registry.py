@@ -347,9 +347,9 @@ def test_the_growth_of_answers_is_paired_by_question_and_unknown_without_lengths
     rows = {"before": frame, "after": longer[::-1], "old": frame.drop(columns="n_tokens")}
     cell = cells.Evaluated("before", "grpo", "full", "", "", "", 0.6, 0.01, 4, ())
     monkeypatch.setattr(cells, "rows", lambda run_ids: rows[run_ids[0]])
-    difference, growth = promoting._changes(replace(cell, run_id="after"), cell)
+    difference, growth = promoting._paired(replace(cell, run_id="after"), cell)
     assert difference.estimate == 0 and growth.estimate == pytest.approx(0.5) and 0.48 < growth.low < growth.high < 0.52
-    assert promoting._changes(replace(cell, run_id="old"), cell)[1] is None
+    assert promoting._paired(replace(cell, run_id="old"), cell)[1] is None
 
 
 QAT = "base=base:full,qat=qat-int4:full,int4=qat-int4:rtn-int4"
@@ -450,9 +450,9 @@ def test_a_gate_subtracts_no_answers_of_two_engines(store, tmp_path):
         return cells.Evaluated(run.info.run_id, variant, "full", "", "", "", 2 / 3, 0.3, 3, ())
 
     base = answered("base", "transformers")
-    assert promoting._changes(answered("grpo", "transformers"), base)[0].estimate == 0
+    assert promoting._paired(answered("grpo", "transformers"), base)[0].estimate == 0
     with pytest.raises(BadInput, match="different engines"):
-        promoting._changes(answered("grpo", "vllm"), base)
+        promoting._paired(answered("grpo", "vllm"), base)
 
 
 def test_a_stage_is_never_rolled_back_onto_damaged_weights(version):
