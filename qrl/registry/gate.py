@@ -1,7 +1,7 @@
 """The promotion decision: numbers in, verdict and reasons out. It reads nothing and moves nothing.
 
-A recipe declares its stages (`promote.stages`), and each asks for its own cell, a healthy evaluation, and weights that
-were made from the version at an earlier stage. `gain_over` and `loss_to` name the stages to compare with:
+A recipe declares its stages (`promote.stages`). Each requires its own cell, a healthy evaluation, and weights that were
+made from the version at an earlier stage. `gain_over` and `loss_to` name the stages to compare with:
 
     base   base:full, the base model itself; healthy, on at least `promote.min_n` questions; and the weights that were
            evaluated are the version's

@@ -290,7 +290,7 @@ def _carry_out(history: History) -> History:
 def _entries_to_write(history: History, pointers: _Pointers) -> dict[int, ModelVersion]:
     """Return MLflow's entries of the versions that a decision concerns, by number, if they are there.
 
-    The others, of which there may be thousands, are as they should be.
+    All others are as they should be; there may be thousands.
     """
     numbers = {history.records[-1].version}
     for alias, version in pointers.required_aliases.items():
@@ -328,7 +328,7 @@ def _write_aliases(
 def _write_mirrored(history: History, entries: Mapping[int, ModelVersion], is_ours: Callable[[], bool]) -> None:
     """Set MLflow's stages: Staging and Production as decided, None for other versions of our stages, else Archived."""
     required = dict.fromkeys(history.state.at.values(), "None") | history.state.shown()
-    taken_over: set[str] = set()  # stages that a version got, whose former version MLflow archived with it
+    taken_over: set[str] = set()  # MLflow's stages that a version got, and with it MLflow archived the former holder
     # Versions with a decided stage come first: MLflow archives the former holder in the same transaction.
     ordered = sorted(entries.items(), key=lambda item: item[0] not in required)
     with warnings.catch_warnings():

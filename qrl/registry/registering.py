@@ -112,7 +112,7 @@ def _make_model(name: str) -> None:
 
 
 def _find_version(name: str, model_uri: str, digest: str, scheme: str, chat: str) -> ModelVersion | None:
-    """Return a version of a cell's weights and rendering whose files are intact, or None."""
+    """Return a version with a cell's weights and rendering and with intact files, or None."""
     is_in_fp8 = scheme.endswith(names.KV_FP8)  # one checkpoint can be two cells
     for entry in versions_of(name, f" and tags.`{names.TAG_DIGEST}` = '{digest}'"):
         has_same_chat = entry.tags.get(names.TAG_CHAT, "{}") == chat

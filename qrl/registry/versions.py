@@ -2,7 +2,7 @@
 
 Tags name a version's variant, scheme, digest, accuracy, stderr and n; the model's history holds the decisions on it. A
 version may be served if a gate let it in and its files are still those that were judged. The commands of one machine
-take turns by a lock: a file beside the database, or in the temporary folder if the registry is remote.
+take turns by a lock: a file next to the database, or in the temporary folder if the registry is remote.
 """
 
 from __future__ import annotations

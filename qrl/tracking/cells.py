@@ -110,7 +110,7 @@ def _whole_number(metric: float) -> int:
 
 
 def sealed(variant: str, scheme: str) -> Iterator[Evaluated]:
-    """Yield every finished evaluation of a cell in the store whose rows were sealed, the newest first."""
+    """Yield every finished evaluation of a cell in the store with sealed rows, the newest first."""
     is_of_variant = f"tags.`{names.TAG_STEP}` = 'evaluate' and tags.`{names.TAG_VARIANT}` = '{variant}'"
     for run in contents.find_runs(is_of_variant, status="FINISHED"):
         is_cell = names.ACCURACY in run.data.metrics and names.TAG_DIGEST in run.data.tags

@@ -54,7 +54,7 @@ def live_log() -> Callable[[Mapping[str, float], int], None]:
 
 
 def log_scores(metrics: Mapping[str, float], *, model_uri: str | None = None, dataset: Dataset | None = None) -> None:
-    """Log metrics of a model on a data set, so that the UI shows them beside both.
+    """Log metrics of a model on a data set, so that the UI shows them on the pages of both.
 
     Args:
         metrics: name → value.
@@ -119,6 +119,7 @@ def insist(write: Callable[[], object]) -> None:
     SQLite gives up a write that finds it locked for MLflow's 20 s, as a busy machine can keep it; and of two processes
     that insert the same row both may find it missing first.
     """
+    # MLflow's own retries do not cover these two codes.
     for attempt in range(1, _TRIES + 1):
         try:
             write()

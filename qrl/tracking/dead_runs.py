@@ -1,4 +1,4 @@
-"""Runs whose process died without ending them: found by the tag of their owner, and given their end.
+"""Runs that a dead process left open: found by the tag of their owner, and given their end.
 
     RUNNING, owner dead                         killed outright            →  KILLED, with a reason
     RUNNING, no owner, opened by `mlflow run`   no step has joined it      →  KILLED, once no `mlflow run` is alive
@@ -22,7 +22,7 @@ DIED = "Its process died without a report: it was killed, or memory ran out."
 
 
 def sweep() -> list[str]:
-    """Give every run whose process on this host died its end and its reason; return the runs that ended only now."""
+    """Give every run of a dead process of this host its end and its reason; return the runs that ended only now."""
     has_owner = f"tags.`{names.TAG_PID}` != ''"
     running = contents.find_runs()
     without_reason = contents.find_runs(f"{has_owner} and tags.`{names.TAG_REASON}` IS NULL", status="FAILED")
@@ -46,7 +46,7 @@ def sweep() -> list[str]:
 
 
 def end_run(run: RunInfo, reason: str = DIED, status: str = "KILLED") -> None:
-    """End a run whose process died, and discard the models that it left half-made."""
+    """End the run of a dead process, and discard the models that it left half-made."""
     contents.tag_run(run.run_id, {names.TAG_REASON: reason})
     mlflow.MlflowClient().set_terminated(run.run_id, status)
     models.abandon(run.run_id)

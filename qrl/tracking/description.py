@@ -1,4 +1,4 @@
-"""What MLflow reads beside a checkpoint: MLmodel, the environment's files, and the tokenizer for MLflow's flavor."""
+"""What MLflow reads besides a checkpoint: MLmodel, the environment's files, and the tokenizer for MLflow's flavor."""
 
 import json
 import os
@@ -37,12 +37,13 @@ _LOADER = Path(__file__).with_name("pyfunc_chat.py")  # not imported: it imports
 
 
 def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
-    """Write MLmodel and its environment files beside `model/`, and the tokenizer where the flavor looks for it."""
+    """Write MLmodel and its environment files next to `model/`, and the tokenizer where the flavor looks for it."""
     tokenizer = folder / "components" / "tokenizer"
     tokenizer.mkdir(parents=True)
     for name in ("config.json", *checkpoint.text_files(folder / "model")):
         (tokenizer / name).parent.mkdir(exist_ok=True)
         put(folder / "model" / name, tokenizer / name, link=True)
+    # MLflow's flavor passes no variables to the chat template, so they are written into a template of its own.
     chat = facts.get(CHAT)
     if chat:
         template = prompt.fixed(hf.tokenizer(folder / "model").get_chat_template(), json.loads(str(chat)))

@@ -49,7 +49,7 @@ def examine(name: str | None = None) -> Iterator[Finding]:
     since only an attempt shows a right. A store that does not exist is not made.
 
     Args:
-        name: a registered model whose rights are tried; None: of the experiment alone.
+        name: a registered model, to try the rights on it too; None: on the experiment alone.
     """
     yield from _check_packages()
     yield from _check_space(Path.cwd(), "where qrl works")
@@ -147,6 +147,7 @@ def _check_server(address: str) -> Iterator[Finding]:
     get = partial(requests.get, timeout=_TIMEOUT_S)
 
     sent_at = time.time()
+    # The time before and after bounds the moment at which the server read its clock.
     anonymous = requests.Request("GET", address + _SEARCH).prepare()
     response = requests.Session().send(anonymous, timeout=_TIMEOUT_S)  # `get` would read a login from .netrc
     received_at = time.time()

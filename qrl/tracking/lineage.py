@@ -55,8 +55,8 @@ def training_seed(model_uri: str) -> int | None:
 def kept(model_uri: str) -> tuple[str, Kept] | None:
     """Return what a model's weights keep of their training's update, and the step that stored it: train or merge.
 
-    It is None for weights that no such step of this store made. Quantized weights are asked for what they were made
-    from. `model_uri` is "models:/m-…".
+    It is None for weights that no such step of this store made. For quantized weights, it is what the weights before
+    quantization keep. `model_uri` is "models:/m-…".
     """
     for model in _models(model_uri):
         run = mlflow.get_run(str(model.source_run_id))

@@ -27,7 +27,7 @@ def log_checkpoint(
     move: bool,
     metadata: Mapping[str, Any] | None = None,
 ) -> tuple[str, Path]:
-    """Log a checkpoint folder as a model of the active run, whose end discards it (`abandon`) if this was interrupted.
+    """Log a checkpoint folder as a model of the active run; the run's end discards it (`abandon`) if it is half-made.
 
     Args:
         path: a folder that `checkpoint.check` accepts.

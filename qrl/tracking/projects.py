@@ -148,7 +148,7 @@ def _end_below(run_id: str, reason: str) -> None:
 def failure(run_id: str) -> tuple[str, int | None]:
     """Return the reason that a failed step left in its run, and its exit code: None if it left no report.
 
-    MLflow calls all of them FAILED. One that a gate refused becomes FINISHED, and one whose process died KILLED.
+    MLflow calls all of them FAILED. One that a gate refused becomes FINISHED, and one with a dead process KILLED.
     """
     stopped = signals.left_by(run_id)
     if stopped:

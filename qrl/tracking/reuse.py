@@ -195,7 +195,7 @@ def _document(run: Run) -> dict:
     return reading.parsed(load_text(f"{run.info.artifact_uri}/{_OUTPUTS}"))
 
 
-@cache  # a study of many cells asks for each, and a finished step's record never changes
+@cache  # a study reads it once a cell, and a finished step's record never changes
 def _parts(artifacts: str) -> dict[str, str] | None:
     """Return the parts of a finished step's key, by the address of its artifacts."""
     return reading.parsed(load_text(f"{artifacts}/{_OUTPUTS}")).get("parts")

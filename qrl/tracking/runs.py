@@ -51,7 +51,7 @@ def step(
         params: further params, e.g. `variant` and `scheme`.
         tags: further tags.
         run_name: what the UI shows; default: the step's name.
-        system_metrics: record CPU, memory and GPU beside the metrics.
+        system_metrics: record CPU, memory and GPU as metrics, too.
 
     Raises:
         BadInput: MLFLOW_RUN_ID names a run that the store does not hold; or the store filled up meanwhile.
@@ -131,7 +131,7 @@ def close_opened(error: BaseException) -> None:
 def close_stopped(signum: int) -> NoReturn:
     """End as KILLED the runs of this process, which `signals.end_now` has replaced by a fresh interpreter, and exit."""
     stopped = signals.Stopped(signum)
-    signals.bury_children()  # whose runs are swept below
+    signals.bury_children()  # their runs are swept below
     try:
         store.prepare()
         for run in contents.find_runs(f"tags.`{names.TAG_PID}` = '{owners.this_process()}'"):

@@ -1,8 +1,8 @@
 """The sources that can change a step's result, each with its digest.
 
 They are the step's file and all that it imports from this package, at whatever depth. Python is compared as parsed
-code without comments and docstrings, so that wording and layout never retrain, and a changed number does. Data beside a
-source (a kernel, a template) is compared byte by byte; Markdown is ignored.
+code without comments and docstrings: another wording or layout never retrains, and a changed number does. Data files
+next to a source (a kernel, a template) are compared byte by byte; Markdown is ignored.
 """
 
 from __future__ import annotations
