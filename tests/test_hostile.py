@@ -332,9 +332,9 @@ def record(path: Path) -> None:
     run["data"] = SimpleNamespace(params={"000001": f"nonce 1 {text}"})
     model = RegisteredModel("m", tags=[SimpleNamespace(key="qrl.history", value="r")])
     client = SimpleNamespace(search_model_versions=lambda *_: [])
-    finds = {"run_of": lambda run_id: run_id and SimpleNamespace(**run), "named": lambda *_: []}
+    finds = {"find_run": lambda run_id: run_id and SimpleNamespace(**run), "record_runs": lambda *_: []}
     with mock.patch.multiple(history, MlflowClient=lambda: client, **finds):
-        past = history.read("m", model)
+        past = history.read_history("m", model)
     for each in (past.state.aliases(), past.state.shown(), past.state.stages, past.gates(1), past.until("2026")):
         str(each)
     for each in past.records:
@@ -343,13 +343,13 @@ def record(path: Path) -> None:
 
 
 def tags(path: Path) -> None:
-    """Take over a registered model of an older store with these tags, of the model and of its version."""
+    """Take over a registered model without a record, with these tags, of the model and of its version."""
     given = documents.parse(path, "It")
     texts = {str(key): value if isinstance(value, str) else json.dumps(value) for key, value in given.items()}
     entries = [SimpleNamespace(key=key, value=value) for key, value in texts.items()]
     aliases = [SimpleNamespace(alias=each, version="1") for each in ("grpo", "awq-previous")]
     version = ModelVersion("m", "1", 0, tags=entries)
-    adopt.former(RegisteredModel("m", tags=entries, aliases=aliases), [version])
+    adopt.first_decision(RegisteredModel("m", tags=entries, aliases=aliases), [version])
 
 
 @cache
@@ -394,9 +394,8 @@ ADOPTED |= {"gates": [DECISION]}
 FORMER = {
     "qrl.gate.grpo": "passed",
     "qrl.gate.grpo.record": {"run": "r", "bounds": {"n": 1}},
-    "qrl.gate.awq": {"why": "x"},
+    "qrl.gate.awq": "refused",
 }
-FORMER |= {"qrl.stages": STAGES, "qrl.mirror.Staging": "grpo"}
 
 
 READERS: dict[str, tuple[str, st.SearchStrategy, Callable[[Path], object]]] = {

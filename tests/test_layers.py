@@ -32,7 +32,6 @@ FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__in
 CYCLES = {
     ("compare.comparison", "compare.record", "compare.scales", "compare.seeds", "compare.subgroups", "compare.table"),
     ("figures.cards", "figures.forest"),
-    ("registry.signing", "registry.versions"),
     ("train.qat.fold", "train.qat.linear"),
 }
 

@@ -38,7 +38,6 @@ APPLIES_TO = {  # option of `compare` → the inputs that it is about
     "missing": ("--questions", "--logs"),
 }
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
-RENAMED = "was renamed: `sweep` trains several methods and ranks them, `compare --rank` ranks cells already evaluated."
 
 
 class Commands(click.Group):
@@ -47,12 +46,6 @@ class Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the commands in the order of their definition, not of the alphabet."""
         return list(self.commands)
-
-    def resolve_command(self, ctx: click.Context, args: list[str]):
-        """Return the command that the first word names; for a former name raise BadInput with the present one."""
-        if args[0] == "methods":
-            raise BadInput(f"The command `methods` {RENAMED}")
-        return super().resolve_command(ctx, args)
 
 
 @click.group(cls=Commands, context_settings=SETTINGS)
@@ -247,16 +240,13 @@ def diagnose_command(settings, base: str | None, trained: str, quantized: str | 
 @option("--missing", metavar="wrong", help="Count answers that a cell lacks as wrong. [default: refuse the cell]")
 @option("--cells", metavar="RUN,…", help="Evaluation runs of cells, under one training seed or several.")
 @option("--rank", **SWITCH, help="Rank cells by accuracy, against base and grpo in full precision.")
-@option("--methods", **SWITCH, hidden=True)
 @option(
     "--fail-on",
     metavar="VERDICT,…",
     help="End with exit code 3 if a scheme has this verdict: lost, reduced, inconclusive.",
 )
 @option("--out", metavar="DIR", help="Write files there, without MLflow; required unless --cells is given.")
-def compare_command(
-    settings, rank: bool | None, methods: bool | None, out: str | None, fail_on: str | None, **inputs: str | None
-) -> None:
+def compare_command(settings, rank: bool | None, out: str | None, fail_on: str | None, **inputs: str | None) -> None:
     """Compute gains and gain survival with paired intervals.
 
     \b
@@ -272,8 +262,6 @@ def compare_command(
     from qrl.steps import compare
     from qrl.study import environments
 
-    if methods:
-        raise BadInput(f"The option `compare --methods` {RENAMED}")
     source = _source_of_outcomes(inputs)
     if rank and source == "--counts":
         raise BadInput("compare --rank pairs answers question by question: give --questions or --cells, not --counts.")

@@ -92,9 +92,9 @@ def _explained(error: BaseException, command: str) -> QrlError | None:
     # process, no other error can come from the store, and importing it would take a second.
     explained = None
     if isinstance(error, OSError) or "mlflow" in sys.modules:
-        from qrl.tracking import store
+        from qrl.tracking import store_errors
 
-        explained = store.sentence(error)
+        explained = store_errors.explain(error)
     return explained
 
 

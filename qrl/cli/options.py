@@ -4,6 +4,7 @@ import itertools
 import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,6 +165,8 @@ class RecipeCommand(click.Command):
         if "prompt" in overrides:  # a file's contents, which its later steps then share
             overrides["prompt"] = settings.prompt
         ctx.obj = Typed({"recipe": name, **overrides}, typed_options, settings.device)
+        if not ctx.params.get("out"):  # with --out a command needs no store
+            _settle_jobs()
         return super().invoke(ctx)
 
     def _typed_options(self, ctx: click.Context) -> dict[str, str]:
@@ -220,6 +223,18 @@ class RecipeCommand(click.Command):
         return dict(newest.values)
 
 
+def _settle_jobs() -> None:
+    """Give the store's jobs that died on a Slurm cluster their end, where Slurm can be asked."""
+    if not shutil.which("scontrol"):
+        return
+    from qrl.cluster import jobs
+    from qrl.tracking import store
+
+    if store.is_there():
+        store.prepare()
+        jobs.settle_all("slurm:%")
+
+
 def _show_all(ctx: click.Context, _option: click.Parameter, is_given: bool) -> None:
     if is_given:
         ctx.meta[_ALL] = True
@@ -241,10 +256,9 @@ def parse_list(option: str, text: str) -> list[str]:
     Raises:
         BadInput: there is no item.
     """
-    items = [item.strip() for item in text.split(",") if item.strip()]
-    if not items:
-        raise BadInput(f"{option} is '{text}', which names nothing: give one name, or several by comma.")
-    return items
+    from qrl.recipe import lists
+
+    return lists.parse_list(option, text)
 
 
 def parse_pairs(option: str, text: str | None) -> dict[str, str]:
@@ -253,18 +267,9 @@ def parse_pairs(option: str, text: str | None) -> dict[str, str]:
     Raises:
         BadInput: an item has no `=`, or a name is repeated.
     """
-    if text is None:
-        return {}
-    pairs: dict[str, str] = {}
-    items = parse_list(option, text)
-    for item in items:
-        name, _, value = (part.strip() for part in item.partition("="))
-        if not name or not value:
-            raise BadInput(f"{option} has the item '{item}': expected NAME=VALUE, several by comma.")
-        pairs[name] = value
-    if len(pairs) < len(items):
-        raise BadInput(f"{option} is '{text}', which repeats a name: give each name once.")
-    return pairs
+    from qrl.recipe import lists
+
+    return {} if text is None else lists.parse_pairs(option, text)
 
 
 def _identifier(key: str) -> str:

@@ -31,12 +31,12 @@ from qrl.cluster.config import Cluster
 from qrl.cluster.driver import COMPLETED, LOG_FILE, RUNNING, SETTINGS, VANISHED, WAITING, Driver, Job, State
 from qrl.cluster.slurm import Slurm
 from qrl.errors import BadInput, QrlError, first_line
-from qrl.tracking import contents, runs, store
+from qrl.tracking import contents, dead_runs, runs, store, store_errors
 from qrl.workspace import WORK, written_whole
 
 DRIVERS: dict[str, type[Driver]] = {"slurm": Slurm}
 # Tags of a run that is a job.
-ID = store.TAG_JOB  # its number
+ID = dead_runs.TAG_JOB  # its number
 CLUSTER = "qrl.job.cluster"  # driver and name of the cluster that counts so, as `slurm:lab`
 STATE = "qrl.job.state"
 NODE = "qrl.job.node"
@@ -160,7 +160,9 @@ def submit(job: Job) -> Submitted:
         client.update_run(job.run_id, status="SCHEDULED")  # before the job can begin
         job_id = driver.submit(job)
     except Exception as failure:
-        error = store.sentence(failure) or QrlError(f"The job of {job.entry} was not submitted: {first_line(failure)}")
+        error = store_errors.explain(failure) or QrlError(
+            f"The job of {job.entry} was not submitted: {first_line(failure)}"
+        )
         refusal = {STATE: _REFUSED, names.TAG_REASON: str(error), names.TAG_EXIT_CODE: str(error.exit_code)}
         contents.tag_run(job.run_id, refusal)
         client.set_terminated(job.run_id, "FAILED")
@@ -249,10 +251,10 @@ def _end_run(run: Run, state: State, node: str) -> None:
     cause = _REASONS.get(state.word) or f"{_last_line(Path(tags[LOG]))} (exit code {state.detail})"
     on_node = f" on {node}" if node else ""
     reason = f"Job {tags[ID]} ended {state.word}{on_node}: {cause}."
-    for child in store.running(f" and tags.`{runs.PARENT}` = '{run_id}'"):
+    for child in contents.find_runs(f"tags.`{runs.PARENT}` = '{run_id}'"):
         if ID not in child.data.tags:  # a study's steps are jobs of their own
-            store.end_dead(child.info, reason)
-    store.end_dead(run.info, reason, "FAILED" if state.word in _OWN_FAULT else "KILLED")
+            dead_runs.end_run(child.info, reason)
+    dead_runs.end_run(run.info, reason, "FAILED" if state.word in _OWN_FAULT else "KILLED")
     contents.tag_run(run_id, {names.TAG_EXIT_CODE: str(_KILLED)})
 
 

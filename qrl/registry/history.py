@@ -4,6 +4,9 @@ It is a run of MLflow's with one parameter a decision, `000017`. The record is t
 tags are derived from it (`registry.pointers`). MLflow writes a parameter once, since run and key are its primary key on
 SQLite and PostgreSQL: of several writers, on whatever hosts, one gets the next number, and no request changes or
 deletes what is there. Each decision holds the sha256 of the one before it, so a change in the database is noticed too.
+
+A decision may be longer than a parameter. Its first piece is the value of `000017`, and names the parameters of the
+others by a random word. They are written first, so that a decision is whole as soon as its number exists.
 """
 
 import getpass
@@ -27,18 +30,19 @@ from qrl.errors import QrlError
 from qrl.files import reading
 from qrl.recipe.stages import DEFAULT, Stage
 from qrl.registry.client import MlflowClient
-from qrl.tracking import contents, signals, store
+from qrl.tracking import contents, owners, store_errors
 
 PROMOTE, REFUSE, ROLLBACK, MEND, ADOPT = "promote", "refuse", "rollback", "mend", "adopt"
 PREVIOUS = "-previous"
 USUAL = {stage.stage: stage for stage in DEFAULT}  # of every model, as soon as one is promoted
 MIRRORED = ("Staging", "Production")
 SHOWN_BY = {stage.mlflow: stage.stage for stage in DEFAULT if stage.mlflow in MIRRORED}  # unless a recipe says more
-_PIECE = 5500  # characters; MLflow cuts a parameter at 6,000
+_PIECE_LENGTH = 5500  # characters; MLflow cuts a parameter at 6,000
+_MAX_NUMBER_DIGITS = 18  # of the last decision carried out, in a tag that anybody may have edited
 
 
 @lru_cache(maxsize=1000)  # a record declares the same few stages at each decision
-def _stage(text: str) -> Stage:
+def _parse_stage(text: str) -> Stage:
     return Stage.model_validate(text)
 
 
@@ -55,7 +59,7 @@ class Record:
     bounds: Mapping[str, Any] = field(default_factory=dict)  # the numbers and digests that were compared
     study: str = ""  # run of the study or sweep that promoted it; empty for a decision by hand
     declared: str = ""  # the stage as its recipe declares it
-    adopted: Mapping[str, Any] = field(default_factory=dict)  # of an older store: `State`'s fields, and `gates`
+    adopted: Mapping[str, Any] = field(default_factory=dict)  # at the begin of a record: `State`'s fields, and `gates`
     number: int = 0
     time: str = ""  # ISO 8601, UTC
     by: str = ""  # user@host
@@ -65,14 +69,19 @@ class Record:
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> "Record":
         """Return a decision from what JSON made of its fields; raise TypeError or ValueError if one does not fit."""
-        made, usual = cls(**{**entry, "reasons": tuple(entry.get("reasons", ()))}), cls("")
-        if wrong := [name for name, value in vars(usual).items() if type(getattr(made, name)) is not type(value)]:
-            raise TypeError(f"{wrong[0]} has another type")
-        if not all(isinstance(reason, str) for reason in made.reasons):
+        record = cls(**{**entry, "reasons": tuple(entry.get("reasons", ()))})
+        for name, default in vars(cls("")).items():
+            if type(getattr(record, name)) is not type(default):
+                raise TypeError(f"{name} has another type")
+        if not all(isinstance(reason, str) for reason in record.reasons):
             raise TypeError("a reason is no text")
-        for text in (*filter(None, [made.declared]), *State.adopted(made.adopted).declared.values()):
-            _stage(text)
-        return made
+
+        declared_stages = [*State.adopted(record.adopted).declared.values()]
+        if record.declared:
+            declared_stages.append(record.declared)
+        for text in declared_stages:
+            _parse_stage(text)
+        return record
 
     @property
     def passed(self) -> bool:
@@ -82,7 +91,7 @@ class Record:
 
 @dataclass(frozen=True)
 class State:
-    """Where the stages are after a decision."""
+    """Where the stages are after a decision. Records hold the fields by these names."""
 
     at: dict[str, int] = field(default_factory=dict)  # stage → the version that holds it
     before: dict[str, int] = field(default_factory=dict)  # stage → the version that a rollback returns to
@@ -91,48 +100,62 @@ class State:
 
     @classmethod
     def adopted(cls, fields: Mapping[str, Any]) -> "State":
-        """Return the state that was taken over from an older store; raise TypeError or ValueError if it is none."""
+        """Return the state with which a record began; raise TypeError or ValueError if the fields are no state."""
         state = cls(**{key: value for key, value in fields.items() if key != "gates"})
         for gate in fields.get("gates", ()):
             Record.of(gate)
-        for held, kind in zip(vars(state).values(), (int, int, str, str), strict=True):
-            if type(held) is not dict or not all(type(value) is kind for value in held.values()):
+        for mapping, value_type in ((state.at, int), (state.before, int), (state.declared, str), (state.mirrors, str)):
+            if type(mapping) is not dict or not all(type(value) is value_type for value in mapping.values()):
                 raise TypeError("a stage is no text or a version no number")
         return state
 
     @property
     def stages(self) -> dict[str, Stage]:
         """The model's stages by name."""
-        return {stage: _stage(text) for stage, text in self.declared.items()}
+        return {stage: _parse_stage(text) for stage, text in self.declared.items()}
 
     def behind(self, address: str) -> str:
         """Return the stage of ours that Staging or Production shows, written in any case; any other is itself."""
         mirrored = address.capitalize()
-        return self.mirrors.get(mirrored, SHOWN_BY[mirrored]) if mirrored in MIRRORED else address
+        if mirrored not in MIRRORED:
+            return address
+        return self.mirrors.get(mirrored, SHOWN_BY[mirrored])
 
     def aliases(self) -> dict[str, int]:
         """Return the aliases that show this state."""
-        return self.at | {stage + PREVIOUS: version for stage, version in self.before.items()}
+        previous = {stage + PREVIOUS: version for stage, version in self.before.items()}
+        return self.at | previous
 
     def shown(self) -> dict[int, str]:
         """Return version → MLflow's stage; if one version holds both, Production counts."""
-        held = {mirrored: self.at.get(self.mirrors.get(mirrored, "")) for mirrored in MIRRORED}
-        return {version: mirrored for mirrored, version in held.items() if version}
+        shown = {}
+        for mirrored in MIRRORED:
+            version = self.at.get(self.mirrors.get(mirrored, ""))
+            if version:
+                shown[version] = mirrored
+        return shown
 
     def after(self, record: Record) -> "State":
         """Return the state after one more decision."""
-        stage, version, former = record.stage, record.version, self.at.get(record.stage)
         if record.action == ADOPT:
             return State.adopted(record.adopted)
         if record.action not in (PROMOTE, ROLLBACK):
             return self
-        declared, mirrors = self.declared, self.mirrors
+
+        stage = record.stage
+        declared = self.declared
+        mirrors = self.mirrors
         if record.declared:
             declared = declared | {stage: record.declared}
-            mirrored = _stage(record.declared).mlflow
-            mirrors = mirrors | ({mirrored: stage} if mirrored in MIRRORED else {})
-        before = self.before | ({stage: former} if former not in (None, version) else {})
-        return State(self.at | {stage: version}, before, declared, mirrors)
+            mirrored = _parse_stage(record.declared).mlflow
+            if mirrored in MIRRORED:
+                mirrors = mirrors | {mirrored: stage}
+
+        before = self.before
+        replaced = self.at.get(stage)
+        if replaced not in (None, record.version):
+            before = before | {stage: replaced}
+        return State(self.at | {stage: record.version}, before, declared, mirrors)
 
 
 @dataclass(frozen=True)
@@ -165,13 +188,15 @@ class History:
         return state
 
     def gates(self, version: int | None = None) -> tuple[Record, ...]:
-        """Return the decisions of gates on a version, or on all, those of an older store first."""
-        former = [Record.of(entry) for record in self.records for entry in record.adopted.get("gates", ())]
-        judged = [*former, *(record for record in self.records if record.action in (PROMOTE, REFUSE))]
-        return tuple(record for record in judged if version in (None, record.version))
+        """Return the decisions of gates on a version, or on all, those from before the record first."""
+        gates = []
+        for record in self.records:
+            gates += [Record.of(entry) for entry in record.adopted.get("gates", ())]
+        gates += [record for record in self.records if record.action in (PROMOTE, REFUSE)]
+        return tuple(record for record in gates if version in (None, record.version))
 
 
-def read(name: str, model: RegisteredModel | None) -> History:
+def read_history(name: str, model: RegisteredModel | None) -> History:
     """Return the history of a registered model, its chain checked.
 
     A parameter of the first version's run names the run that holds it, since nobody can edit that; else the tag does.
@@ -185,105 +210,168 @@ def read(name: str, model: RegisteredModel | None) -> History:
     """
     if model is None:
         return History(name)
+    run = _find_record(name, model)
+    if run is None:
+        return History(name)
+    records, chain = _read_chain(name, run)
+    applied = _applied(model)
+    if applied > len(records):
+        raise QrlError(
+            f"The record of decisions on '{name}', run {run.info.run_id}, ends at {len(records)}, but {applied} were "
+            f"carried out: restore the database from a backup, or set the model's tag {names.TAG_APPLIED} to "
+            f"{len(records)} if somebody changed it."
+        )
+    is_deleted = run.info.lifecycle_stage == "deleted"
+    return History(name, run.info.run_id, tuple(records), chain, applied, is_deleted)
+
+
+def _find_record(name: str, model: RegisteredModel) -> Run | None:
+    """Return the run that holds a model's record; None if there is none yet.
+
+    Raises:
+        QrlError: the model's tag names one that is gone.
+    """
     tag = model.tags.get(names.TAG_HISTORY, "")
     try:
-        first = MlflowClient().search_model_versions(f"name = '{name}'", 1, ["version_number ASC"])
-        known = named(run_of(first[0].run_id) if first else None, name)
-        run = next(filter(None, map(run_of, (*known, tag))), None)
+        oldest = MlflowClient().search_model_versions(f"name = '{name}'", 1, ["version_number ASC"])
+        maker = find_run(oldest[0].run_id) if oldest else None
+        for run_id in (*record_runs(maker, name), tag):
+            run = find_run(run_id)
+            if run:
+                return run
     except MlflowException as error:
-        raise store.sentence(error) or error from None
-    if run is None:
-        if not tag:
-            return History(name)
+        raise store_errors.explain(error) or error from None
+    if tag:
         raise QrlError(
             f"The record of decisions on '{name}', run {tag[:40]}, is gone: restore the database from a backup, or "
             f"delete the model's tag {names.TAG_HISTORY}; the next command then begins a new record from its tags."
         )
-    run_id, params, records, chain = run.info.run_id, run.data.params, [], ""
-    while first := params.get(f"{len(records) + 1:06}"):
+    return None
+
+
+def _read_chain(name: str, run: Run) -> tuple[list[Record], str]:
+    """Return the decisions that a run holds, and the sha256 of the last one.
+
+    Raises:
+        QrlError: one does not follow from the one before it.
+    """
+    params = run.data.params
+    records: list[Record] = []
+    chain = ""
+    while True:
+        number = len(records) + 1
+        first_piece = params.get(f"{number:06}")
+        if not first_piece:
+            return records, chain
         try:
-            record, digest = _decision(_whole(first, params))
+            record, digest = _parse_decision(_join(first_piece, params))
+            follows = (record.previous, record.number) == (chain, number)
         except (KeyError, TypeError, ValueError):
-            record, digest = Record("", previous="unreadable"), ""
-        if (record.previous, record.number) != (chain, len(records) + 1):
+            follows = False
+        if not follows:
             raise QrlError(
-                f"The record of decisions on '{name}', run {run_id}, was changed: decision {len(records) + 1} does not "
+                f"The record of decisions on '{name}', run {run.info.run_id}, was changed: decision {number} does not "
                 "follow from the one before it. Restore the database from a backup."
             )
         records.append(record)
         chain = digest
-    applied = model.tags.get(names.TAG_APPLIED, "0")
-    applied = int(applied[:18]) if applied.isdecimal() else 0
-    if applied > len(records):
-        raise QrlError(
-            f"The record of decisions on '{name}', run {run_id}, ends at {len(records)}, but {applied} were carried "
-            f"out: restore the database from a backup, or set the model's tag {names.TAG_APPLIED} to {len(records)} if "
-            "somebody changed it."
-        )
-    return History(name, run_id, tuple(records), chain, applied, run.info.lifecycle_stage == "deleted")
 
 
-def run_of(run_id: str | None) -> Run | None:
+def _applied(model: RegisteredModel) -> int:
+    """Return the number of the last decision that was carried out, as the model's tag says; 0 if it says nothing."""
+    tag = model.tags.get(names.TAG_APPLIED, "0")
+    return int(tag[:_MAX_NUMBER_DIGITS]) if tag.isdecimal() else 0
+
+
+def find_run(run_id: str | None) -> Run | None:
     """Return a run, deleted ones included, or None if there is none."""
+    if not run_id:
+        return None
     try:
-        return MlflowClient().get_run(run_id) if run_id else None
+        return MlflowClient().get_run(run_id)
     except MlflowException as error:
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise
         return None
 
 
-def named(maker: Run | None, name: str) -> list[str]:
+def record_runs(maker: Run | None, name: str) -> list[str]:
     """Return the runs that a version's maker names as the record of a model; the first that is there holds it."""
-    params = sorted(maker.data.params.items()) if maker else []
-    return [value for key, value in params if key.startswith(naming(name))]
+    if maker is None:
+        return []
+    prefix = record_param(name)
+    return [value for key, value in sorted(maker.data.params.items()) if key.startswith(prefix)]
 
 
-def naming(name: str) -> str:
-    """Return the parameter that names the record of a model; further ones have a number behind."""
+def record_param(name: str) -> str:
+    """Return the parameter that names the record of a model; further ones end with a number."""
     return f"{names.TAG_HISTORY}.{sha256(name.encode()).hexdigest()[:16]}"
 
 
-def claim(past: History, record: Mapping[str, Any]) -> History | None:
-    """Write a decision as the next one; return the history with it, or None if another writer has that number."""
-    number, client = len(past.records) + 1, MlflowClient()
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    latest = past.records[-1].time if past.records else ""
-    user = os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
-    given = {"number": number, "time": max(now, latest), "by": f"{user}@{socket.gethostname()}"}  # clocks go backwards
-    given |= {"owner": signals.identity(), "previous": past.chain}
-    text = json.dumps(vars(Record(**record, **given)), default=str, ensure_ascii=False)
-    nonce, pieces = uuid.uuid4().hex[:16], [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
-    for place, piece in enumerate(pieces[1:], 1):
-        client.log_param(past.run_id, f"{nonce}.{place}", piece)
-    key, value = f"{number:06}", f"{nonce} {len(pieces)} {pieces[0]}"
+def claim_next(history: History, decision: Mapping[str, Any]) -> History | None:
+    """Write a decision as the next one; return the history with it, or None if another writer has that number.
+
+    Args:
+        history: as it was just read.
+        decision: fields of a `Record`; number, time, user, process and chain are added.
+    """
+    number = len(history.records) + 1
+    text = json.dumps(vars(_complete(history, number, decision)), default=str, ensure_ascii=False)
+    pieces = [text[start : start + _PIECE_LENGTH] for start in range(0, len(text), _PIECE_LENGTH)]
+    nonce = uuid.uuid4().hex[:16]
+    client = MlflowClient()
+    for index, piece in enumerate(pieces[1:], 1):
+        client.log_param(history.run_id, f"{nonce}.{index}", piece)
+
+    # The moment of decision: MLflow writes a parameter once.
+    key = f"{number:06}"
+    value = f"{nonce} {len(pieces)} {pieces[0]}"
     failure = None
     try:
-        client.log_param(past.run_id, key, value)
-    except MlflowException as error:  # taken, or an answer that got lost
+        client.log_param(history.run_id, key, value)
+    except MlflowException as error:  # the number is taken, or an answer that got lost
         failure = error
-    there = contents.run(past.run_id).data.params.get(key)
-    if there is None and failure:
+    stored_value = contents.run(history.run_id).data.params.get(key)
+    if stored_value is None and failure:
         raise failure
-    if there != value:
+    if stored_value != value:  # another writer's
         return None
-    chain = sha256(text.encode()).hexdigest()
-    return History(past.name, past.run_id, (*past.records, Record.of(json.loads(text))), chain, past.applied)
+    records = (*history.records, Record.of(json.loads(text)))
+    return History(history.name, history.run_id, records, sha256(text.encode()).hexdigest(), history.applied)
+
+
+def _complete(history: History, number: int, decision: Mapping[str, Any]) -> Record:
+    """Return a decision with its number, time, user, process and the sha256 of the one before it."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    latest = history.records[-1].time if history.records else ""
+    user = os.environ.get("MLFLOW_TRACKING_USERNAME") or getpass.getuser()
+    return Record(
+        **decision,
+        number=number,
+        time=max(now, latest),  # a clock may be set back
+        by=f"{user}@{socket.gethostname()}",
+        owner=owners.this_process(),
+        previous=history.chain,
+    )
 
 
 @lru_cache(maxsize=20_000)  # a command reads the record several times, and a decision never changes
-def _decision(text: str) -> tuple[Record, str]:
+def _parse_decision(text: str) -> tuple[Record, str]:
     """Return a decision from its text, and the text's sha256."""
     return Record.of(reading.parsed(text)), sha256(text.encode()).hexdigest()
 
 
-def _whole(first: str, params: Mapping[str, str]) -> str:
+def _join(first_piece: str, params: Mapping[str, str]) -> str:
     """Return a decision's text from its parameter and those that continue it."""
-    nonce, count, text = first.split(" ", 2)
-    return "".join([text, *(params[f"{nonce}.{place}"] for place in range(1, int(count)))])
+    nonce, count, text = first_piece.split(" ", 2)
+    further_pieces = [params[f"{nonce}.{index}"] for index in range(1, int(count))]
+    return "".join([text, *further_pieces])
 
 
 def best(records: Sequence[Record], stage: str) -> Record | None:
     """Return the newest decision for a stage that let its version in, else the newest."""
-    own = [record for record in records if record.stage == stage]
-    return next((record for record in reversed(own) if record.passed), own[-1] if own else None)
+    on_stage = [record for record in records if record.stage == stage]
+    for record in reversed(on_stage):
+        if record.passed:
+            return record
+    return on_stage[-1] if on_stage else None

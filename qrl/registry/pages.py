@@ -39,80 +39,98 @@ def publish(name: str, stages: Iterable[Stage], table: str = "") -> None:
         table: a study's table.md; empty keeps the table that is there.
     """
     try:
-        former = MlflowClient().get_registered_model(name).description or ""
+        current = MlflowClient().get_registered_model(name).description or ""
     except MlflowException:
         return
-    if former and not former.startswith(_HEAD):
+    is_ours = not current or current.startswith(_HEAD)
+    if not is_ours:
         return
-    meanings = _stages(stages)
-    table = table.replace("\n## ", "\n#### ").removeprefix("## ").strip() or former.partition(_TABLE)[2].strip()
-    MlflowClient().update_registered_model(name, _cut(f"{meanings}\n{_TABLE}\n\n{table}" if table else meanings))
+    description = _describe_stages(stages)
+    new_table = table.replace("\n## ", "\n#### ").removeprefix("## ").strip()
+    shown_table = new_table or current.partition(_TABLE)[2].strip()
+    if shown_table:
+        description = f"{description}\n{_TABLE}\n\n{shown_table}"
+    MlflowClient().update_registered_model(name, _cut(description))
 
 
-def _stages(stages: Iterable[Stage]) -> str:
-    """Return what a model's stages mean: the cell of each, and what its gate asks."""
+def _describe_stages(stages: Iterable[Stage]) -> str:
+    """Return what a model's stages mean: the cell of each, and what its gate requires."""
     lines = [_HEAD, ""]
     for stage in stages:
         mirrored = "" if stage.mlflow == "None" else f" (MLflow stage {stage.mlflow})"
-        asks = "Its evaluation must be healthy, and of the very weights that are served."
+        requirement = "Its evaluation must be healthy, and of the very weights that are served."
         if stage.made_from:
-            parts = [f"be made from `{stage.made_from}`"]
-            if stage.gain_over:
-                limit = "`promote.min_gain`" if stage.min_gain is None else f"{stage.min_gain:g}"
-                parts.append(f"have a lower 95 % bound of its gain over `{stage.gain_over}` above {limit}")
-            if stage.loss_to:
-                limit = "`promote.max_loss`" if stage.max_loss is None else f"{stage.max_loss:g}"
-                parts.append(f"have a lower 95 % bound of its difference to `{stage.loss_to}` above minus {limit}")
-            asks = f"It must also {', and '.join(parts)}."
-        lines.append(f"- **`{stage.stage}`**{mirrored}: the cell `{stage.cell}`. {asks}")
+            requirement = f"It must also {', and '.join(_requirements(stage))}."
+        lines.append(f"- **`{stage.stage}`**{mirrored}: the cell `{stage.cell}`. {requirement}")
     return "\n".join([*lines, "", "`promote --stage STAGE --rollback` returns a stage to the version before.", ""])
 
 
-def refresh(past: History, number: int) -> None:
+def _requirements(stage: Stage) -> list[str]:
+    """Return what the gate of a stage that is made from another one requires of a version, as clauses."""
+    clauses = [f"be made from `{stage.made_from}`"]
+    if stage.gain_over:
+        least = "`promote.min_gain`" if stage.min_gain is None else f"{stage.min_gain:g}"
+        clauses.append(f"have a lower 95 % bound of its gain over `{stage.gain_over}` above {least}")
+    if stage.loss_to:
+        limit = "`promote.max_loss`" if stage.max_loss is None else f"{stage.max_loss:g}"
+        clauses.append(f"have a lower 95 % bound of its difference to `{stage.loss_to}` above minus {limit}")
+    return clauses
+
+
+def refresh(history: History, number: int) -> None:
     """Write the descriptions of a version and of its parent, which lists it."""
-    parent = _describe(past, number)
+    parent = _write_description(history, number)
     if parent not in (0, number):
-        _describe(past, parent)
+        _write_description(history, parent)
 
 
-def _describe(past: History, number: int) -> int:
+def _write_description(history: History, number: int) -> int:
     """Write a version's description; return the number of its parent, 0 if it has none, or is not there."""
-    entry = version_of(past.name, number)
+    entry = version_of(history.name, number)
     if entry is None:
         return 0
-    version = Version.of(entry, past)
-    made_from_it = f" and tags.`{names.TAG_PARENT_VERSION}` = '{number}'"
-    children = [int(child.version) for child in versions_of(past.name, made_from_it, _CHILDREN)]
-    MlflowClient().update_model_version(past.name, str(number), _cut(_certificate(version, sorted(children))))
+    version = Version.of(entry, history)
+    is_child = f" and tags.`{names.TAG_PARENT_VERSION}` = '{number}'"
+    children = [int(child.version) for child in versions_of(history.name, is_child, _CHILDREN)]
+    MlflowClient().update_model_version(history.name, str(number), _cut(_certificate(version, sorted(children))))
     return _parent(version)
 
 
 def _certificate(version: Version, children: list[int]) -> str:
     """Return a version's description; `children` are the numbers of the versions that were made from it."""
-    records, parent = version.gates(), _parent(version)
-    verdicts = [f"{'passed' if record.passed else 'refused by'} gate `{record.stage}`" for record in records]
+    decisions = version.gates()
+    verdicts = [f"{'passed' if record.passed else 'refused by'} gate `{record.stage}`" for record in decisions]
     cell = names.cell_name(version.variant, version.scheme)
-    accuracy, stderr = (_number(version.tags.get(key, "")) for key in ("accuracy", "stderr"))
-    lineage = [f"Made from {_link(version.name, parent)}."] if parent else []
-    lineage += [f"Parent of {', '.join(_link(version.name, child) for child in children)}."] if children else []
-    use = _USE if any(record.passed for record in records) else _NO_USE
+    accuracy = _number(version.tags.get("accuracy", ""))
+    stderr = _number(version.tags.get("stderr", ""))
     lines = [
         f"{cell}: {', '.join(verdicts) or 'not judged by a gate'}.",  # plain: a list of versions shows it unrendered
         "",
         # Not a table: the UI draws the columns of narrow ones without space between them.
         f"- accuracy **{accuracy:.3f} ± {stderr:.3f}** (± one standard error), n = {version.tags.get('n')} questions",
-        *([f"- chats rendered with `{version.tags[names.TAG_CHAT]}`"] if version.chat else []),
-        *(f"- difference **{delta}** (95 % interval)" for delta in _deltas(records)),
-        "",
-        *(line for record in records for line in _gate(record)),
-        " ".join([f"**Weights**: digest `{version.digest}`.", *lineage]),
-        "",
-        *(line.format(name=version.name, number=version.version) for line in use),
     ]
+    if version.chat:
+        lines.append(f"- chats rendered with `{version.tags[names.TAG_CHAT]}`")
+    lines += [f"- difference **{difference}** (95 % interval)" for difference in _differences(decisions)]
+    lines.append("")
+    for record in decisions:
+        lines += _describe_gate(record)
+
+    weights = [f"**Weights**: digest `{version.digest}`."]
+    parent = _parent(version)
+    if parent:
+        weights.append(f"Made from {_link(version.name, parent)}.")
+    if children:
+        weights.append(f"Parent of {', '.join(_link(version.name, child) for child in children)}.")
+    lines += [" ".join(weights), ""]
+
+    use = _USE if any(record.passed for record in decisions) else _NO_USE
+    lines += [line.format(name=version.name, number=version.version) for line in use]
     return "\n".join(lines)
 
 
 def _parent(version: Version) -> int:
+    """Return the number of the version that a version was made from; 0 if there is none."""
     number = version.tags.get(names.TAG_PARENT_VERSION, "")
     return int(number) if number.isdecimal() else 0
 
@@ -128,16 +146,19 @@ def _link(name: str, number: int) -> str:
     return f"[version {number}](#/models/{quote(name, safe='')}/versions/{number})"
 
 
-def _deltas(records: list[Record]) -> Iterator[str]:
-    for record in records:
-        for key, usual in (("gain", "base"), ("difference", "grpo")):  # what stores did not name before
-            other = record.bounds.get(f"{key}_to", usual)
-            if {"n", key, f"{key}_low", f"{key}_high"} <= record.bounds.keys():
-                estimate, low, high = (float(record.bounds[name]) for name in (key, f"{key}_low", f"{key}_high"))
-                yield f"{interval(Estimate(estimate, 0.0, low, high, int(record.bounds['n'])))} to `{other}`"
+def _differences(decisions: list[Record]) -> Iterator[str]:
+    """Yield the gains and losses that gates compared, with their intervals."""
+    for record in decisions:
+        bounds = record.bounds
+        for key in ("gain", "difference"):
+            if {"n", key, f"{key}_low", f"{key}_high", f"{key}_to"} <= bounds.keys():
+                low = float(bounds[f"{key}_low"])
+                high = float(bounds[f"{key}_high"])
+                estimate = Estimate(float(bounds[key]), 0.0, low, high, int(bounds["n"]))
+                yield f"{interval(estimate)} to `{bounds[f'{key}_to']}`"
 
 
-def _gate(record: Record) -> list[str]:
+def _describe_gate(record: Record) -> list[str]:
     head = f"**Gate `{record.stage}`: {'passed' if record.passed else 'refused'}**, {record.time}"
     made_by = f", by study `{record.study}`" if record.study else ""
     return [f"{head}, on evaluation run `{record.run}`{made_by}", "", *(f"- {text}" for text in record.reasons), ""]

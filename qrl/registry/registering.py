@@ -11,9 +11,9 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from qrl import names
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
-from qrl.registry import history, pages
+from qrl.registry import pages
 from qrl.registry.client import MlflowClient
-from qrl.registry.history import History
+from qrl.registry.history import History, read_history
 from qrl.registry.versions import Version, locked, model_of, versions_of
 from qrl.tracking import models
 
@@ -26,14 +26,15 @@ def registered_name(recipe: Recipe) -> str:
     Raises:
         BadInput: `registered_name` of the recipe has characters that MLflow does not allow.
     """
-    if name := recipe.registered_name:
-        check_name(name)
-        return name
+    if recipe.registered_name:
+        check_name(recipe.registered_name)
+        return recipe.registered_name
     if recipe.model == "qrl-tiny":
         return recipe.model
     path = Path(recipe.model)
-    last = path.resolve().name if path.is_dir() else recipe.model.rstrip("/").rpartition("/")[2]
-    return "qrl-" + (re.sub(r"[^a-z0-9._-]+", "-", last.lower()).strip("-.") or "model")
+    model_name = path.resolve().name if path.is_dir() else recipe.model.rstrip("/").rpartition("/")[2]
+    allowed = re.sub(r"[^a-z0-9._-]+", "-", model_name.lower()).strip("-.")
+    return f"qrl-{allowed or 'model'}"
 
 
 def check_name(name: str) -> None:
@@ -49,72 +50,100 @@ def register(
     name: str,
     model_uri: str,
     *,
+    digest: str,
+    variant: str,
+    scheme: str,
     accuracy: float,
     stderr: float,
     n: int,
     parent_version: int | None = None,
     chat: str = "{}",
-    past: History | None = None,
-    **cell: str,
+    history: History | None = None,
 ) -> Version:
     """Return the version with this digest and rendering: one of the cell with intact files, else a new one.
 
     Args:
         name: the registered model, from `registered_name`.
         model_uri: "models:/m-…".
+        digest: of the weights that were evaluated.
+        variant, scheme: the cell.
         accuracy, stderr, n: of the newest evaluation; tags of the version.
         parent_version: the version that these weights were made from.
         chat: the evaluation's `chat.template_kwargs`, as JSON.
-        past: the model's history, if that was read already.
-        cell: `variant`, `scheme`, and `digest` of the weights that were evaluated.
+        history: the model's, if that was read already.
     """
-    labels = {"digest": names.TAG_DIGEST, "variant": names.TAG_VARIANT, "scheme": names.TAG_SCHEME}
-    tags = {tag: cell[label] for label, tag in labels.items()}
-    tags |= {"accuracy": f"{accuracy:.4f}", "stderr": f"{stderr:.4f}", "n": str(n)}
+    tags = {
+        names.TAG_DIGEST: digest,
+        names.TAG_VARIANT: variant,
+        names.TAG_SCHEME: scheme,
+        "accuracy": f"{accuracy:.4f}",
+        "stderr": f"{stderr:.4f}",
+        "n": str(n),
+    }
     if parent_version:
         tags[names.TAG_PARENT_VERSION] = str(parent_version)
     if chat != "{}":
         tags[names.TAG_CHAT] = chat
+    client = MlflowClient()
     with locked(name):
-        try:
-            MlflowClient().create_registered_model(name)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-        entry = _existing(name, model_uri, cell, chat)
-        if entry and str(entry.version) == tags.get(names.TAG_PARENT_VERSION):  # a base promoted as its own descendant
-            del tags[names.TAG_PARENT_VERSION]
-        number = entry.version if entry else _new(name, model_uri, tags)
-        has = dict(entry.tags) if entry else tags
-        for key in (key for key, value in tags.items() if has.get(key) != value):
-            MlflowClient().set_model_version_tag(name, number, key, tags[key])
-        pages.refresh(past := past or history.read(name, model_of(name)), int(number))
-        return Version.of(MlflowClient().get_model_version(name, number), past)
+        _make_model(name)
+        entry = _find_version(name, model_uri, digest, scheme, chat)
+        if entry is None:
+            number = _make_version(name, model_uri, tags)
+        else:
+            number = entry.version
+            if str(number) == tags.get(names.TAG_PARENT_VERSION):  # a base promoted as its own descendant
+                del tags[names.TAG_PARENT_VERSION]
+            for key, value in tags.items():
+                if entry.tags.get(key) != value:
+                    client.set_model_version_tag(name, number, key, value)
+        history = history or read_history(name, model_of(name))
+        pages.refresh(history, int(number))
+        return Version.of(client.get_model_version(name, number), history)
 
 
-def _existing(name: str, model_uri: str, cell: dict[str, str], chat: str) -> ModelVersion | None:
-    digest, in_fp8 = cell["digest"], cell["scheme"].endswith(names.KV_FP8)  # one checkpoint can be two cells
-    same = f" and tags.`{names.TAG_DIGEST}` = '{digest}'"
-    alike = [entry for entry in versions_of(name, same) if entry.tags.get(names.TAG_CHAT, "{}") == chat]
-    alike = [entry for entry in alike if entry.tags.get(names.TAG_SCHEME, "").endswith(names.KV_FP8) == in_fp8]
-    known = (entry for entry in alike if _exists(entry))
-    return next(
-        (entry for entry in known if entry.source == model_uri or models.holds(str(entry.source), digest)), None
-    )
+def _make_model(name: str) -> None:
+    """Make a registered model unless there is one of this name."""
+    try:
+        MlflowClient().create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
 
 
-def _new(name: str, model_uri: str, tags: dict[str, str]) -> str:
+def _find_version(name: str, model_uri: str, digest: str, scheme: str, chat: str) -> ModelVersion | None:
+    """Return a version with a cell's weights and rendering and with intact files, or None."""
+    is_in_fp8 = scheme.endswith(names.KV_FP8)  # one checkpoint can be two cells
+    for entry in versions_of(name, f" and tags.`{names.TAG_DIGEST}` = '{digest}'"):
+        has_same_chat = entry.tags.get(names.TAG_CHAT, "{}") == chat
+        has_same_cache = entry.tags.get(names.TAG_SCHEME, "").endswith(names.KV_FP8) == is_in_fp8
+        if not (has_same_chat and has_same_cache and _has_files(entry)):
+            continue
+        if entry.source == model_uri or models.holds(str(entry.source), digest):
+            return entry
+    return None
+
+
+def _make_version(name: str, model_uri: str, tags: dict[str, str]) -> str:
+    """Make a version from a logged model, and return its number."""
+    client = MlflowClient()
     model_id = models.id_of(model_uri)
-    run_id = MlflowClient().get_logged_model(model_id).source_run_id
-    how = {"tags": tags, "model_id": model_id, "await_creation_for": None}  # its files are there: nothing to wait for
-    number = MlflowClient().create_model_version(name, model_uri, run_id, **how).version
-    shown = json.dumps([{"name": name, "version": number}])
-    MlflowClient().set_logged_model_tags(model_id, {"mlflow.modelVersions": shown})  # the UI's link back to the version
-    return number
+    run_id = client.get_logged_model(model_id).source_run_id
+    version = client.create_model_version(
+        name,
+        model_uri,
+        run_id,
+        tags=tags,
+        model_id=model_id,
+        await_creation_for=None,  # its files are there: nothing to wait for
+    )
+    link = json.dumps([{"name": name, "version": version.version}])
+    client.set_logged_model_tags(model_id, {"mlflow.modelVersions": link})  # the UI's link back to the version
+    return version.version
 
 
-def _exists(entry: ModelVersion) -> bool:
-    """Whether the version's checkpoint is still in the store; lists, and downloads nothing."""
+def _has_files(entry: ModelVersion) -> bool:
+    """Return whether the version's checkpoint is still in the store; lists, and downloads nothing."""
     try:
         files = get_artifact_repository(f"models:/{entry.name}/{entry.version}").list_artifacts("model")
     except (MlflowException, OSError):

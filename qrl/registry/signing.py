@@ -1,6 +1,6 @@
 """Signatures of versions by OpenSSF's model-signing: whoever may write to the store, only a key's holder can make one.
 
-`model.sig` lies beside a version's checkpoint in MLflow, outside the digest, and covers every file of the checkpoint.
+`model.sig` is stored next to a version's checkpoint, outside the digest, and covers every file of the checkpoint.
 model-signing's own command verifies it too. A gate's decision records the key or certificate that it verified with.
 """
 
@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mlflow.store.artifact.artifact_repo import ArtifactRepository
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
@@ -20,11 +20,11 @@ from qrl.errors import BadInput, GateRefused, first_line
 from qrl.files import reading
 from qrl.recipe.sections import Promote
 
-if TYPE_CHECKING:
-    from qrl.registry.versions import Version
-
 SIGNATURE = "model.sig"
-PACKAGES = ("model-signing==1.1.1", "pyopenssl==26.4.0")  # the extra `signing`; the first imports the second unasked
+PACKAGES = (
+    "model-signing==1.1.1",
+    "pyopenssl==26.4.0",
+)  # the extra `signing`; the first imports the second without declaring it
 
 
 def keys(settings: Promote) -> tuple[Any, str]:
@@ -33,8 +33,10 @@ def keys(settings: Promote) -> tuple[Any, str]:
     Raises:
         BadInput: a file cannot be read or does not hold what it should, or model-signing is not installed.
     """
-    signer, public = _signer(*settings.sign_with) if settings.sign_with else (None, "")
-    return signer, trusted(settings.require_signature) or public
+    signer, own_key = None, ""
+    if settings.sign_with:
+        signer, own_key = _signer(*settings.sign_with)
+    return signer, trusted(settings.require_signature) or own_key
 
 
 def trusted(path: str) -> str:
@@ -46,52 +48,64 @@ def trusted(path: str) -> str:
     try:
         _verifier(library, text)
     except Exception as error:  # of several libraries
-        wrong = f"promote.require_signature is {path}, which cannot verify a signature ({first_line(error)})"
-        raise BadInput(f"{wrong}: give a public key of P-256, P-384 or P-521, or a certificate, as PEM.") from None
+        message = f"promote.require_signature is {path}, which cannot verify a signature ({first_line(error)})"
+        raise BadInput(f"{message}: give a public key of P-256, P-384 or P-521, or a certificate, as PEM.") from None
     return text
 
 
-def sign(version: Version, folder: Path, signer: Any, public: str) -> None:
-    """Sign a version's checkpoint, and store the signature if it verifies; arguments are from `keys`.
+def sign(label: str, uri: str, folder: Path, signer: Any, public_key: str) -> None:
+    """Sign a version's checkpoint, and store the signature if it verifies.
+
+    Args:
+        label: how errors call the version.
+        uri: "models:/name/3".
+        folder: that holds its checkpoint.
+        signer, public_key: from `keys`.
 
     Raises:
         GateRefused: the key that signs is not the one that is required.
     """
-    with TemporaryDirectory() as place:
-        signer.sign(folder, path := Path(place, SIGNATURE))
-        _check(version, folder, path, public)
-        _artifacts(version).log_artifact(str(path))
+    with TemporaryDirectory() as temporary:
+        signature = Path(temporary, SIGNATURE)
+        signer.sign(folder, signature)
+        _check(label, folder, signature, public_key)
+        _artifacts(uri).log_artifact(str(signature))
 
 
-def verify(version: Version, folder: Path, public: str) -> None:
+def verify(label: str, uri: str, folder: Path, public_key: str) -> None:
     """Check that a version's signature verifies with a key or certificate, and covers exactly the files in its folder.
+
+    Arguments are those of `sign`.
 
     Raises:
         GateRefused: there is no signature, or it does not verify.
         BadInput: model-signing is not installed.
     """
-    artifacts = _artifacts(version)
+    artifacts = _artifacts(uri)
     if not any(file.path == SIGNATURE for file in artifacts.list_artifacts()):
-        raise GateRefused(f"{version} has no signature: promote it again with promote.sign_with.")
-    with TemporaryDirectory() as place:
-        _check(version, folder, Path(artifacts.download_artifacts(SIGNATURE, place)), public)
+        raise GateRefused(f"{label} has no signature: promote it again with promote.sign_with.")
+    with TemporaryDirectory() as temporary:
+        signature = Path(artifacts.download_artifacts(SIGNATURE, temporary))
+        _check(label, folder, signature, public_key)
 
 
-def _check(version: Version, folder: Path, signature: Path, public: str) -> None:
+def _check(label: str, folder: Path, signature: Path, public_key: str) -> None:
     library = _library("verifying")
     try:
         reading.check(signature, 64 * reading.MIB)
-        _verifier(library, public).verify(folder, signature)
+        _verifier(library, public_key).verify(folder, signature)
     except Exception as error:  # of several libraries, on a file that anybody may have written
         reason = first_line(error) if isinstance(error, ValueError) else "another key made it, or it was edited"
-        why = f"The signature of {version} does not verify ({reason.rstrip('. ')[:300]})"
-        raise GateRefused(f"{why}: promote it again with the key that is required.") from None
+        message = f"The signature of {label} does not verify ({reason.rstrip('. ')[:300]})"
+        raise GateRefused(f"{message}: promote it again with the key that is required.") from None
 
 
-def _verifier(library: Any, text: str) -> Any:
-    with TemporaryDirectory() as place:
-        (path := Path(place, "signer.pem")).write_text(text)
-        if "BEGIN CERTIFICATE" in text:
+def _verifier(library: Any, public_key: str) -> Any:
+    """Return what verifies with a public key or a certificate, given as the text of its file."""
+    with TemporaryDirectory() as temporary:
+        path = Path(temporary, "signer.pem")
+        path.write_text(public_key)
+        if "BEGIN CERTIFICATE" in public_key:
             return library.Config().use_certificate_verifier(certificate_chain=[path])
         return library.Config().use_elliptic_key_verifier(public_key=path)
 
@@ -105,24 +119,28 @@ def _signer(key: str, *chain: str) -> tuple[Any, str]:
         for path in (key, *chain):
             reading.check(Path(path), reading.MIB)
         if chain:
-            how = {"signing_certificate": chain[0], "certificate_chain": chain[1:] or chain}
-            return config.use_certificate_signer(private_key=key, **how), Path(chain[-1]).read_text()
-        public = pem.load_pem_private_key(Path(key).read_bytes(), None).public_key()
-        text = public.public_bytes(pem.Encoding.PEM, pem.PublicFormat.SubjectPublicKeyInfo).decode()
+            signer = config.use_certificate_signer(
+                private_key=key, signing_certificate=chain[0], certificate_chain=chain[1:] or chain
+            )
+            return signer, Path(chain[-1]).read_text()
+        public_key = pem.load_pem_private_key(Path(key).read_bytes(), None).public_key()
+        text = public_key.public_bytes(pem.Encoding.PEM, pem.PublicFormat.SubjectPublicKeyInfo).decode()
         return config.use_elliptic_key_signer(private_key=key), text
     except Exception as error:  # of several libraries
-        wrong = f"promote.sign_with is {','.join((key, *chain))}, which cannot sign ({first_line(error)})"
+        message = f"promote.sign_with is {','.join((key, *chain))}, which cannot sign ({first_line(error)})"
         kind = "an unencrypted private key of P-256, P-384 or P-521 as PEM"
-        raise BadInput(f"{wrong}: give {kind}, or KEY,CERTIFICATE,… with the certificates that vouch for it.") from None
+        raise BadInput(
+            f"{message}: give {kind}, or KEY,CERTIFICATE,… with the certificates that vouch for it."
+        ) from None
 
 
-def _artifacts(version: Version) -> ArtifactRepository:
-    return get_artifact_repository(str(ModelsArtifactRepository.get_underlying_uri(version.uri)))
+def _artifacts(version_uri: str) -> ArtifactRepository:
+    return get_artifact_repository(str(ModelsArtifactRepository.get_underlying_uri(version_uri)))
 
 
 def _library(name: str) -> Any:
     try:
         return import_module(f"model_signing.{name}")
     except ImportError as error:
-        missing = f"Signatures need OpenSSF's model-signing, which this environment lacks ({error})"
-        raise BadInput(f"{missing}: run `uv pip install --python {sys.executable} {' '.join(PACKAGES)}`.") from None
+        message = f"Signatures need OpenSSF's model-signing, which this environment lacks ({error})"
+        raise BadInput(f"{message}: run `uv pip install --python {sys.executable} {' '.join(PACKAGES)}`.") from None

@@ -7,7 +7,7 @@ them; if two studies mirror the same one, it shows the stage that was promoted l
 
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from typing import Any
 
 from mlflow import MlflowException
@@ -15,81 +15,106 @@ from mlflow import MlflowException
 from qrl import names
 from qrl.errors import BadInput, QrlError
 from qrl.recipe.stages import Stage
-from qrl.registry import history, pointers, versions
+from qrl.registry import pointers, versions
 from qrl.registry.client import MlflowClient
-from qrl.registry.history import MIRRORED, PREVIOUS, USUAL, History
+from qrl.registry.history import MIRRORED, PREVIOUS, PROMOTE, REFUSE, ROLLBACK, USUAL, History
 from qrl.registry.versions import Version, versions_of
-from qrl.tracking import store
+from qrl.tracking import store_errors
 
 
-def resolve(name: str, stage: str | int, past: History | None = None) -> Version:
+def resolve(name: str, stage: str | int, history: History | None = None) -> Version:
     """Return the version behind a stage, resolved once.
 
     Args:
         name: the registered model.
         stage: one that it has (`known`), one of them with `-previous`, Staging, Production, or a version number.
-        past: its history, if that was read already.
+        history: the model's, if that was read already.
 
     Raises:
         BadInput: the stage, model or version is unknown.
     """
-    return _resolve(past or pointers.current(name), stage)
+    return _resolve(history or pointers.current(name), stage)
 
 
-def _resolve(past: History, stage: str | int) -> Version:
-    name, address, state = past.name, str(stage), past.state
-    alias = state.behind(address)
+def _resolve(history: History, address: str | int) -> Version:
+    alias = history.state.behind(str(address))
     if re.fullmatch(r"[1-9][0-9]*", alias):
-        if entry := versions.version_of(name, int(alias)):
-            return Version.of(entry, past)
-        known_numbers = ", ".join(map(str, sorted(int(entry.version) for entry in versions_of(name))))
-        known_numbers = known_numbers or "none; `mlflow run .` or `python -m qrl study` makes them"
-        raise BadInput(f"'{name}' has no version {alias}: registered are {known_numbers}.")
-    own, there = alias.removesuffix(PREVIOUS), _known(past)
-    if own not in names.STAGES and own not in there:
-        hint = " (the base model's stage is `base`)" if address.lower() == "none" else ""
-        expected = (*there, *MIRRORED, "a version number", *(stage + PREVIOUS for stage in there))
-        raise BadInput(f"There is no stage '{address}'{hint}: expected one of {', '.join(expected)}.")
-    if number := state.aliases().get(alias):
-        try:
-            return Version.of(MlflowClient().get_model_version(name, str(number)), past, own)
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-                raise store.sentence(error) or error from None
-            raise BadInput(
-                f"Version {number} of '{name}', which holds {alias}, was deleted: promote another one to {own}, or "
-                "roll it back."
-            ) from None
-    if alias != own:
-        raise BadInput(f"Stage {own} of '{name}' has had no other version, so there is no {alias}.")
+        return _version_by_number(history, int(alias))
+    stage = alias.removesuffix(PREVIOUS)
+    if stage not in names.STAGES and stage not in _declared_stages(history):
+        raise _unknown_stage(history, str(address))
+    number = history.state.aliases().get(alias)
+    if number is None:
+        raise _no_version(history, stage, alias)
+    try:
+        entry = MlflowClient().get_model_version(history.name, str(number))
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise store_errors.explain(error) or error from None
+        raise BadInput(
+            f"Version {number} of '{history.name}', which holds {alias}, was deleted: promote another one to {stage}, "
+            "or roll it back."
+        ) from None
+    return Version.of(entry, history, stage)
+
+
+def _version_by_number(history: History, number: int) -> Version:
+    entry = versions.version_of(history.name, number)
+    if entry:
+        return Version.of(entry, history)
+    registered = sorted(int(entry.version) for entry in versions_of(history.name))
+    listed = ", ".join(map(str, registered)) or "none; `mlflow run .` or `python -m qrl study` makes them"
+    raise BadInput(f"'{history.name}' has no version {number}: registered are {listed}.")
+
+
+def _unknown_stage(history: History, address: str) -> BadInput:
+    declared_stages = _declared_stages(history)
+    previous = [stage + PREVIOUS for stage in declared_stages]
+    expected = (*declared_stages, *MIRRORED, "a version number", *previous)
+    hint = " (the base model's stage is `base`)" if address.lower() == "none" else ""
+    return BadInput(f"There is no stage '{address}'{hint}: expected one of {', '.join(expected)}.")
+
+
+def _no_version(history: History, stage: str, alias: str) -> BadInput:
+    """Return the error of a stage that no version holds, with the stages and models that there are."""
+    if alias != stage:
+        return BadInput(f"Stage {stage} of '{history.name}' has had no other version, so there is no {alias}.")
+    held_stages = [stage for stage in _declared_stages(history) if stage in history.state.at]
+    clause = f"it has {', '.join(held_stages)}; " if held_stages else ""
     models = ", ".join(sorted(model.name for model in MlflowClient().search_registered_models())) or "none"
-    others = [stage for stage in there if stage in state.at]
-    has = f"it has {', '.join(others)}; " if others else ""
-    raise BadInput(
-        f"Stage {alias} of '{name}' has no version yet ({has}registered models here: {models}; choose one with "
-        "--registered_name): `mlflow run .` makes all, "
+    return BadInput(
+        f"Stage {alias} of '{history.name}' has no version yet ({clause}registered models here: {models}; choose one "
+        "with --registered_name): `mlflow run .` makes all, "
         f"`python -m qrl promote --stage {alias} --cell RUN` makes this one from an evaluation."
     )
 
 
 def known(name: str) -> dict[str, Stage]:
     """Return the stages of a registered model by name: those that were declared for it, or else base, grpo and awq."""
-    return _known(pointers.current(name))
+    return _declared_stages(pointers.current(name))
 
 
-def _known(past: History) -> dict[str, Stage]:
-    return past.state.stages or dict(USUAL)
+def _declared_stages(history: History) -> dict[str, Stage]:
+    return history.state.stages or dict(USUAL)
 
 
 def check_declared(name: str, stages: Iterable[Stage]) -> dict[str, Stage]:
-    """Return a model's stages by name, as `known`; raise BadInput if a recipe's is one of them, but of another cell."""
+    """Return a model's stages by name, as `known`.
+
+    Raises:
+        BadInput: a stage of the recipe, which `stages` are, is one of the model's but of another cell.
+    """
     versions.model_of(name, make=True)
-    there = _known(past := pointers.current(name))
+    history = pointers.current(name)
     for stage in stages:
-        if (other := past.state.stages.get(stage.stage)) and other.cell != stage.cell:
-            taken = f"Stage {stage.stage} of '{name}' is the cell {other.cell}, but this recipe declares {stage.cell}"
-            raise BadInput(f"{taken}: give the stage another name in promote.stages, or set registered_name.")
-    return there
+        declared = history.state.stages.get(stage.stage)
+        if declared and declared.cell != stage.cell:
+            conflict = f"is the cell {declared.cell}, but this recipe declares {stage.cell}"
+            raise BadInput(
+                f"Stage {stage.stage} of '{name}' {conflict}: give the stage another name in promote.stages, or set "
+                "registered_name."
+            )
+    return _declared_stages(history)
 
 
 def promote(
@@ -114,42 +139,51 @@ def promote(
         BadInput: the stage or version is unknown.
         QrlError: a stage moved since the gate decided.
     """
-    target = _resolve(History(name), version)  # its digest, which no decision changes
+    digest = _digest(name, version)
 
-    def decide(past: History) -> dict[str, Any]:
-        earned = stage if isinstance(stage, Stage) else (USUAL | past.state.stages).get(stage)
-        if earned is None:
-            raise _no_stage(str(stage), "to promote to", _known(past))
-        for other, held in (expected or {}).items():
-            now = past.state.at.get(other)
-            if now != held and not (other == earned.stage and now == version):
-                moved = f"Stage {other} of '{name}' moved to version {now} while version {version} was judged"
-                raise QrlError(f"{moved}: run promote again.")
-        decision = {"action": history.PROMOTE, "stage": earned.stage, "declared": str(earned)}
-        return {**record, **decision, "version": version, "digest": target.digest}
+    def decide(history: History) -> dict[str, Any]:
+        promoted = stage
+        if isinstance(stage, str):
+            promoted = (USUAL | history.state.stages).get(stage)
+        if promoted is None:
+            raise _no_stage(str(stage), "to promote to", _declared_stages(history))
+        _check_unmoved(history, promoted.stage, version, expected or {})
+        return {
+            **record,
+            "action": PROMOTE,
+            "stage": promoted.stage,
+            "declared": str(promoted),
+            "version": version,
+            "digest": digest,
+        }
 
-    past = pointers.append(name, decide)
-    return _resolve(past, str(stage.stage if isinstance(stage, Stage) else stage))
+    history = pointers.append(name, decide)
+    return _resolve(history, stage.stage if isinstance(stage, Stage) else stage)
+
+
+def _check_unmoved(history: History, promoted: str, version: int, expected: Mapping[str, int | None]) -> None:
+    """Raise QrlError if a stage that the gate looked at has moved to another version since."""
+    for stage, judged_version in expected.items():
+        actual = history.state.at.get(stage)
+        is_done = stage == promoted and actual == version
+        if actual != judged_version and not is_done:
+            message = f"Stage {stage} of '{history.name}' moved to version {actual} while version {version} was judged"
+            raise QrlError(f"{message}: run promote again.")
 
 
 def refuse(name: str, stage: str, version: int, *, record: Mapping[str, Any]) -> None:
     """Record why a version was refused; no pointer moves."""
-    decision = {
-        "action": history.REFUSE,
-        "stage": stage,
-        "version": version,
-        "digest": _resolve(History(name), version).digest,
-    }
-    pointers.append(name, lambda _past: {**record, **decision})
+    decision = {"action": REFUSE, "stage": stage, "version": version, "digest": _digest(name, version)}
+    pointers.append(name, lambda _history: {**record, **decision})
 
 
-def rollback(name: str, stage: str, public: str = "") -> Version:
+def rollback(name: str, stage: str, public_key: str = "") -> Version:
     """Swap a stage with `<stage>-previous`; a second rollback swaps back.
 
     Args:
         name: the registered model.
         stage: one that it has.
-        public: the key or certificate that must have signed the version, from `signing.trusted`.
+        public_key: the key or certificate that must have signed the version, from `signing.trusted`.
 
     Raises:
         BadInput: the model has no such stage, or the stage had no other version before.
@@ -157,35 +191,60 @@ def rollback(name: str, stage: str, public: str = "") -> Version:
         QrlError: the files of that version are gone or changed; nothing is moved.
     """
 
-    def decide(past: History) -> dict[str, Any]:
-        if stage not in names.STAGES and stage not in _known(past):
-            raise _no_stage(stage, "to roll back", _known(past))
-        now, before = past.state.at.get(stage), past.state.before.get(stage)
-        if now is None or before is None or now == before:
+    def decide(history: History) -> dict[str, Any]:
+        declared_stages = _declared_stages(history)
+        if stage not in names.STAGES and stage not in declared_stages:
+            raise _no_stage(stage, "to roll back", declared_stages)
+        current = history.state.at.get(stage)
+        previous = history.state.before.get(stage)
+        if current is None or previous is None or current == previous:
             raise BadInput(f"Stage {stage} of '{name}' has had no other version, so there is nothing to roll back to.")
-        target = _resolve(past, stage + PREVIOUS)
-        versions.verify(target, public)  # never to a version that could not be served
-        earned = target.gate(stage)
-        decision = {"action": history.ROLLBACK, "stage": stage, "version": before, "digest": target.digest}
-        return {**decision, "run": earned.run if earned else "", "reasons": [f"Returned from version {now}."]}
+        target = _resolve(history, stage + PREVIOUS)
+        versions.verify(target, public_key)  # never to a version that could not be served
+        gate = target.gate(stage)
+        return {
+            "action": ROLLBACK,
+            "stage": stage,
+            "version": previous,
+            "digest": target.digest,
+            "run": gate.run if gate else "",
+            "reasons": [f"Returned from version {current}."],
+        }
 
     if versions.model_of(name) is None:
         raise BadInput(f"There is no registered model '{name}', so there is nothing to roll back to.")
     return _resolve(pointers.append(name, decide), stage)
 
 
+def _digest(name: str, version: int) -> str:
+    """Return the digest of a version, which no decision changes."""
+    return _resolve(History(name), version).digest
+
+
 def check_stage(stage: str, stages: Iterable[Stage], name: str | None = None) -> None:
-    """Raise BadInput if neither a recipe, whose `stages` these are, nor a registered model (None: any) has a stage."""
-    if stage in {each.stage for each in stages}:
+    """Check that a stage is one of a recipe or of a registered model.
+
+    Args:
+        stage: its name.
+        stages: those of the recipe.
+        name: the registered model; None: any.
+
+    Raises:
+        BadInput: neither has it.
+    """
+    recipe_stages = [declared.stage for declared in stages]
+    if stage in recipe_stages:
         return
-    models = [name] if name else [model.name for model in MlflowClient().search_registered_models()]
-    there: dict[str, Stage] = {}
-    for model in models:
-        with nullcontext() if name else suppress(QrlError):  # somebody else's record may be damaged
-            there |= _known(pointers.known(model))
-    if stage not in there:
-        raise _no_stage(stage, "to promote to", there or [each.stage for each in stages])
+    model_stages: dict[str, Stage] = {}
+    if name:
+        model_stages = _declared_stages(pointers.read_only(name))
+    else:
+        for model in MlflowClient().search_registered_models():
+            with suppress(QrlError):  # somebody else's record may be damaged
+                model_stages |= _declared_stages(pointers.read_only(model.name))
+    if stage not in model_stages:
+        raise _no_stage(stage, "to promote to", model_stages or recipe_stages)
 
 
-def _no_stage(stage: str, use: str, there: Iterable[str]) -> BadInput:
-    return BadInput(f"There is no stage '{stage}' {use}: expected one of {', '.join(there)}.")
+def _no_stage(stage: str, use: str, stages: Iterable[str]) -> BadInput:
+    return BadInput(f"There is no stage '{stage}' {use}: expected one of {', '.join(stages)}.")

@@ -2,7 +2,7 @@
 
 Tags name a version's variant, scheme, digest, accuracy, stderr and n; the model's history holds the decisions on it. A
 version may be served if a gate let it in and its files are still those that were judged. The commands of one machine
-take turns by a lock: a file beside the database, or in the temporary folder if the registry is remote.
+take turns by a lock: a file next to the database, or in the temporary folder if the registry is remote.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from qrl.files import reading
 from qrl.registry import signing
 from qrl.registry.client import MlflowClient
 from qrl.registry.history import History, Record, best
-from qrl.tracking import models, store
+from qrl.tracking import models, store, store_errors
 from qrl.workspace import WORK
 
 WAIT_S = 300  # for the lock of a registered model
-_seen: dict[Path, str] = {}
+_seen: dict[Path, str] = {}  # file of a model → what this machine saw of it, and since when
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,19 @@ class Version:
     records: tuple[Record, ...] = field(default=(), compare=False)  # the decisions of gates on it
 
     @classmethod
-    def of(cls, entry: ModelVersion, past: History, stage: str | None = None) -> Version:
+    def of(cls, entry: ModelVersion, history: History, stage: str | None = None) -> Version:
         """Return MLflow's version as ours, with its decisions and the stage that it was resolved from."""
-        tags, number = dict(entry.tags), int(entry.version)
-        digest, variant, scheme = (tags.get(key, "") for key in (names.TAG_DIGEST, names.TAG_VARIANT, names.TAG_SCHEME))
-        return cls(entry.name, number, digest, variant, names.scheme(scheme), stage, tags, past.gates(number))
+        tags = dict(entry.tags)
+        return cls(
+            name=entry.name,
+            version=int(entry.version),
+            digest=tags.get(names.TAG_DIGEST, ""),
+            variant=tags.get(names.TAG_VARIANT, ""),
+            scheme=names.scheme(tags.get(names.TAG_SCHEME, "")),
+            stage=stage,
+            tags=tags,
+            records=history.gates(int(entry.version)),
+        )
 
     @property
     def uri(self) -> str:
@@ -65,8 +73,8 @@ class Version:
         try:
             return dict(reading.parsed(self.tags.get(names.TAG_CHAT, "{}")))
         except (TypeError, ValueError):
-            wrong = f"The tag {names.TAG_CHAT} of version {self.version} of '{self.name}' is no JSON object"
-            raise BadInput(f"{wrong}: promote its evaluation again, which makes a new version.") from None
+            message = f"The tag {names.TAG_CHAT} of version {self.version} of '{self.name}' is no JSON object"
+            raise BadInput(f"{message}: promote its evaluation again, which makes a new version.") from None
 
     def gate(self, stage: str) -> Record | None:
         """Return the decision on this version for a stage, or None: the last that let it in, else the last."""
@@ -74,9 +82,10 @@ class Version:
 
     def gates(self) -> list[Record]:
         """Return the decisions on this version: those of the usual stages first, the others by time."""
-        records = [record for stage in {each.stage for each in self.records} if (record := self.gate(stage))]
-        usual = {stage: place for place, stage in enumerate(names.STAGES)}
-        return sorted(records, key=lambda each: (usual.get(each.stage, len(usual)), each.time, each.stage))
+        rank = {stage: index for index, stage in enumerate(names.STAGES)}
+        stages = {record.stage for record in self.records}
+        decisions = [decision for decision in map(self.gate, stages) if decision]
+        return sorted(decisions, key=lambda record: (rank.get(record.stage, len(rank)), record.time, record.stage))
 
     def __str__(self) -> str:
         cell = names.cell_name(self.variant, self.scheme)
@@ -86,8 +95,7 @@ class Version:
 @contextmanager
 def locked(name: str) -> Iterator[None]:
     """Hold the lock of a registered model; raise QrlError if another command does not end."""
-    address = mlflow.get_registry_uri()
-    database = store.database_of(address)
+    database = store.database_of(mlflow.get_registry_uri())
     path = f"{database}.registry.lock" if database else Path(tempfile.gettempdir()) / f"qrl-registry-{_key(name)}.lock"
     lock = FileLock(path, timeout=WAIT_S, mode=0o666)
     try:
@@ -102,19 +110,20 @@ def locked(name: str) -> Iterator[None]:
         lock.release()
 
 
-def unchanged_s(name: str, what: str) -> float:
-    """Return for how many seconds commands in this folder have seen `what` of a model, and nothing else.
+def unchanged_s(name: str, state: str) -> float:
+    """Return for how many seconds commands in this folder have seen a model in `state`, and in no other.
 
     The clock is the one that counts from this machine's start: nobody sets it, or compares it with another machine's.
     """
-    path, now = WORK / f"registry-{_key(name)}.seen", time.monotonic()
+    path = WORK / f"registry-{_key(name)}.seen"
+    now = time.monotonic()
     with suppress(OSError):  # the file is for short commands; a process remembers by itself
         _seen.setdefault(path, path.read_text(encoding="utf-8"))
-    former, _, since = _seen.get(path, "").partition(" ")
+    seen_state, _, since = _seen.get(path, "").partition(" ")
     with suppress(ValueError):
-        if former == what and float(since) <= now:
+        if seen_state == state and float(since) <= now:
             return now - float(since)
-    _seen[path] = f"{what} {now}"
+    _seen[path] = f"{state} {now}"
     with suppress(OSError):
         WORK.mkdir(exist_ok=True)
         path.write_text(_seen[path], encoding="utf-8")
@@ -125,10 +134,16 @@ def _key(name: str) -> str:
     return sha256(f"{mlflow.get_registry_uri()} {name}".encode()).hexdigest()[:16]
 
 
-def versions_of(name: str, more: str = "", most: int = 10_000) -> list[ModelVersion]:
-    """Return the versions of a registered model, as MLflow has them: all, or the newest `most` that `more` asks for."""
-    query, order = f"name = '{name}'{more}", ["version_number DESC"]
-    return list(MlflowClient().search_model_versions(query, max_results=most, order_by=order))
+def versions_of(name: str, condition: str = "", limit: int = 10_000) -> list[ModelVersion]:
+    """Return versions of a registered model, as MLflow has them, the newest first.
+
+    Args:
+        name: the registered model.
+        condition: further ones of MLflow's query language, beginning with ` and`.
+        limit: of their number.
+    """
+    query = f"name = '{name}'{condition}"
+    return list(MlflowClient().search_model_versions(query, max_results=limit, order_by=["version_number DESC"]))
 
 
 def version_of(name: str, number: int) -> ModelVersion | None:
@@ -147,7 +162,7 @@ def model_of(name: str, *, make: bool = False) -> RegisteredModel | None:
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return None
-        denied = store.sentence(error)
+        denied = store_errors.explain(error)
         if make and denied:
             with suppress(MlflowException):
                 return MlflowClient().create_registered_model(name)
@@ -165,14 +180,16 @@ def folder(version: Version) -> Path:
         return models.local_path(version.uri, version.digest)
     except (QrlError, MlflowException, OSError) as error:
         cause = (error.__context__ if isinstance(error, QrlError) else None) or error
-        if isinstance(known := store.sentence(cause), BadInput):
-            raise known from None
+        explained = store_errors.explain(cause)
+        if isinstance(explained, BadInput):
+            raise explained from None
         raise QrlError(f"The files of {version} cannot be loaded: {first_line(cause)}") from None
 
 
-def verify(version: Version, public: str = "") -> Path:
+def verify(version: Version, public_key: str = "") -> Path:
     """Return the version's checkpoint folder after checking gate, digest and signature, as `admit` and `whole` do."""
-    whole(version, path := admit(version), public)
+    path = admit(version)
+    whole(version, path, public_key)
     return path
 
 
@@ -183,49 +200,64 @@ def admit(version: Version) -> Path:
         GateRefused: no gate let it in, or the gate judged other weights, or chats rendered otherwise.
         BadInput, QrlError: as `folder`.
     """
-    records = [record for record in version.gates() if version.stage in (None, record.stage)]
-    passed = [record for record in records if record.passed]
+    decisions = [record for record in version.gates() if version.stage in (None, record.stage)]
+    passed = [record for record in decisions if record.passed]
     if not passed:
-        stage = records[0].stage if records else version.stage or names.STAGES[0]
-        why = " ".join(records[0].reasons).rstrip(".") or "it was refused" if records else ""
-        raise GateRefused(
-            f"No gate let {version} in{f' ({why})' if why else ''}: `python -m qrl promote --stage {stage} --cell RUN` "
-            "decides on it."
-        )
-    judged = next((record.bounds for record in passed if record.digest == version.digest), None)
-    if judged is None:
+        raise _not_admitted(version, decisions)
+
+    on_these_weights = [record for record in passed if record.digest == version.digest]
+    if not on_these_weights:
         raise GateRefused(
             f"The gate of {version} judged other weights, digest {passed[0].digest[:12]}: promote it again."
         )
-    tags = {"chat": version.tags.get(names.TAG_CHAT, "{}"), "kv": version.scheme.endswith(names.KV_FP8)}
-    if "chat" in judged and tags != {"chat": judged["chat"], "kv": judged["cell"].endswith(names.KV_FP8)}:
-        raise GateRefused(
-            f"The tags {names.TAG_CHAT} or {names.TAG_SCHEME} of {version} are not what its gate judged: promote its "
-            "evaluation again."
-        )
+    # Weights alone make no cell: the same ones may answer in another chat format, or with another key-value cache.
+    judged = on_these_weights[0].bounds
+    if "chat" in judged:
+        has_same_chat = version.tags.get(names.TAG_CHAT, "{}") == judged["chat"]
+        has_same_cache = version.scheme.endswith(names.KV_FP8) == judged["cell"].endswith(names.KV_FP8)
+        if not (has_same_chat and has_same_cache):
+            raise GateRefused(
+                f"The tags {names.TAG_CHAT} or {names.TAG_SCHEME} of {version} are not what its gate judged: promote "
+                "its evaluation again."
+            )
     return folder(version)
 
 
-def whole(version: Version, path: Path, public: str = "") -> None:
+def _not_admitted(version: Version, decisions: list[Record]) -> GateRefused:
+    """Return the error of a version that no gate let in; `decisions` are the refusals."""
+    stage = version.stage or names.STAGES[0]
+    reason = ""
+    if decisions:
+        stage = decisions[0].stage
+        reason = " ".join(decisions[0].reasons).rstrip(".") or "it was refused"
+    parenthesis = f" ({reason})" if reason else ""
+    return GateRefused(
+        f"No gate let {version} in{parenthesis}: `python -m qrl promote --stage {stage} --cell RUN` decides on it."
+    )
+
+
+def whole(version: Version, path: Path, public_key: str = "") -> None:
     """Read all files of a version, and check its signature if one is required, or was when it was promoted.
 
     Args:
         version: as resolved.
         path: its folder, from `admit`.
-        public: the key or certificate that must have signed it, from `signing.trusted`.
+        public_key: the key or certificate that must have signed it, from `signing.trusted`.
 
     Raises:
         GateRefused: it has no such signature.
-        BadInput: code, or weights that could run code, lie beside its files, or its config.json leads to other weights.
+        BadInput: its folder holds code, or weights that could run code, or its config.json leads to other weights.
         QrlError: its files have changed since the evaluation.
     """
     checkpoint.refuse_code(path)
     checkpoint.config(path)
-    if (digest := checkpoint.digest(path)) != version.digest:
+    digest = checkpoint.digest(path)
+    if digest != version.digest:
         raise QrlError(
             f"The files of {version} have changed, their digest is {digest[:12]} now: run the study again, which makes "
             "a new version."
         )
-    recorded = [record.bounds["signer"] for record in version.records if record.passed and "signer" in record.bounds]
-    if public or recorded:
-        signing.verify(version, path, public or recorded[-1])
+    signers = [record.bounds["signer"] for record in version.records if record.passed and "signer" in record.bounds]
+    required_key = public_key or (signers[-1] if signers else "")
+    if required_key:
+        signing.verify(str(version), version.uri, path, required_key)

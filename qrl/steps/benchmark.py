@@ -26,14 +26,13 @@ from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.evaluate import check_kv
-from qrl.recipe import Recipe
+from qrl.recipe import Recipe, lists
 from qrl.registry import signing, versions
 from qrl.serve import engines, server
 from qrl.serve.engines import ServedModel
 from qrl.serve.process import Engine
-from qrl.steps import inputs
-from qrl.tasks import prompt
-from qrl.tracking import contents, runs, store
+from qrl.tasks import prompt, question_sets
+from qrl.tracking import addresses, contents, runs, store
 from qrl.tracking import models as store_models
 from qrl.workspace import workspace
 
@@ -63,7 +62,7 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
     process.hush_transformers()
     device = devices.choose(recipe.device)
     measured_subjects = subjects(recipe, stages, models)
-    questions = inputs.questions(recipe, "heldout", max(recipe.benchmark.requests, *recipe.benchmark.batches))
+    questions = question_sets.load(recipe, "heldout", max(recipe.benchmark.requests, *recipe.benchmark.batches))
     template = prompt.of(recipe)
     prompts = []  # of each subject, since tokenizers and chat templates may differ
     for subject in measured_subjects:
@@ -89,8 +88,11 @@ def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[Sub
     if not models:
         return _stages(recipe, stages)
     # All names are checked before the first model is looked for.
-    cells = [(inputs.cell(name), model) for name, model in inputs.pairs(models, "a cell and its model").items()]
-    return [Subject(*cell, inputs.stored_as(cell, model).path) for cell, model in cells]
+    cells = [
+        (lists.parse_cell(name), model)
+        for name, model in lists.parse_pairs("The list of cells", models, "MODEL").items()
+    ]
+    return [Subject(*cell, addresses.stored_as(cell, model).path) for cell, model in cells]
 
 
 def _side_by_side(recipe: Recipe, subjects: list[Subject], prompts: list, device: str, work: Path) -> None:

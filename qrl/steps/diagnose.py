@@ -19,9 +19,9 @@ from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.formats import stored
-from qrl.recipe import Recipe
-from qrl.steps import inputs, outcome
-from qrl.tasks import prompt
+from qrl.recipe import Recipe, lists
+from qrl.steps import outcome
+from qrl.tasks import prompt, question_sets
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.workspace import workspace, written, written_whole
 
@@ -86,7 +86,7 @@ def _check(recipe: Recipe, address: str) -> checkpoint.Checkpoint:
     reads_texts = recipe.diagnose.behaviour > 0
     checked = checkpoint.check(folder, need_tokenizer=reads_texts, need_chat_template=False)
     if reads_texts:
-        inputs.check_chat(recipe, folder)
+        question_sets.check_chat(recipe, folder)
     return checked
 
 
@@ -106,8 +106,8 @@ def _quantized(recipe: Recipe, text: str | None) -> Quantized:
     by_scheme: Quantized = {}
     if not text:
         return by_scheme
-    for cell, address in inputs.pairs(text, "a cell and its model").items():
-        variant, scheme = inputs.cell(cell)
+    for cell, address in lists.parse_pairs("The list of cells", text, "MODEL").items():
+        variant, scheme = lists.parse_cell(cell)
         if variant not in (names.BASE, names.GRPO) or scheme == names.FULL:
             raise BadInput(
                 f"'{cell}' is no quantized cell of the two checkpoints: "
@@ -205,7 +205,7 @@ def _measure_behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantiz
     settings = recipe.diagnose
     device = devices.choose(recipe.device)
     dtype = devices.compute_dtype(recipe.evaluate.dtype, device)
-    questions = inputs.questions(recipe, "heldout", max(2, settings.behaviour))
+    questions = question_sets.load(recipe, "heldout", max(2, settings.behaviour))
     template = prompt.of(recipe)
 
     rows = []

@@ -21,10 +21,10 @@ from qrl.engine import hf, memory
 from qrl.errors import Objections, UnhealthyCell
 from qrl.evaluate import cells, check_gpus, check_kv, groups, health, scores
 from qrl.formats import groups as groups_of_codes
-from qrl.recipe import Recipe
-from qrl.steps import answers, inputs, outcome, record, stored
-from qrl.tasks import prompt
-from qrl.tracking import contents, keys, lineage, models, projects, reuse, runs, store
+from qrl.recipe import Recipe, lists
+from qrl.steps import answers, outcome, record, stored
+from qrl.tasks import prompt, question_sets
+from qrl.tracking import addresses, contents, keys, lineage, models, projects, reuse, runs, store
 from qrl.workspace import workspace
 
 _COLUMNS_SHOWN = ["question", "correct", "parsed", "answer", "finish_reason", "completion"]
@@ -78,8 +78,8 @@ def evaluate(recipe: Recipe, cells_text: str | None) -> None:
     # The digest that is recorded must be that of the files that are loaded, so they are hashed first.
     digests = {cell: weights.digest for cell, (_, weights) in checkpoints.items()}
     device = devices.choose(recipe.device)
-    questions = inputs.evaluated(recipe)
-    repeated_questions = inputs.repeated(questions)
+    questions = question_sets.load_evaluated(recipe)
+    repeated_questions = question_sets.describe_repeated(questions)
     if repeated_questions:
         click.secho(f"qrl: {repeated_questions}", fg="yellow", err=True)
     store.prepare()
@@ -116,15 +116,15 @@ def check(recipe: Recipe, cells_text: str | None) -> dict[tuple[str, str], tuple
     objections.check(lambda: check_gpus(gpus, engine, devices.choose(recipe.device)))
 
     checkpoints = {}
-    for label, address in inputs.pairs(text, "a cell and its model").items():
-        cell = objections.check(inputs.cell, label)
+    for label, address in lists.parse_pairs("The list of cells", text, "MODEL").items():
+        cell = objections.check(lists.parse_cell, label)
         if cell is None:
             continue
         _, scheme = cell
         objections.check(check_kv, [scheme], engine)
-        weights = objections.check(inputs.stored_as, cell, address)
+        weights = objections.check(addresses.stored_as, cell, address)
         if weights:
-            objections.check(inputs.check_chat, recipe, weights.path)
+            objections.check(question_sets.check_chat, recipe, weights.path)
             checkpoints[cell] = (address, weights)
     objections.insist()
     return checkpoints
@@ -209,7 +209,7 @@ def _evaluate_cell(
     settings = cell.recipe.evaluate
     labels = {"variant": cell.variant, "scheme": cell.scheme, "task": tasks.label(cell.recipe.task)}
     prompt_hash = prompt.template_hash(prompt.of(cell.recipe))
-    questions_digest = inputs.digest(cell.questions)
+    questions_digest = question_sets.digest(cell.questions)
     with (
         workspace(f"evaluate-{cell.variant}-{cell.scheme}", shared=True) as work,
         runs.child(cell.name, params=labels | {"prompt_hash": prompt_hash}, tags=_tags(cell)),
@@ -279,7 +279,7 @@ def _log_scores(cell: Evaluation, metrics: dict[str, float], uri: str, questions
         digest=questions_digest,
         context="heldout",
         n=len(cell.questions),
-        source=inputs.source_of(cell.recipe),
+        source=question_sets.describe_source(cell.recipe),
     )
     contents.log_scores(metrics, model_uri=uri, dataset=dataset)
 

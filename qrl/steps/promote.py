@@ -1,15 +1,16 @@
 """Promote: an evaluated cell becomes a version, and gets a stage if its gate lets it in.
 
-What a cell is, its run says: the base model, the task, the data and the seed. Options that contradict it are refused.
+The model, task, data and seed are those of the cell's evaluation run. Options that contradict it are refused.
 """
 
 import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
+import numpy as np
 import pandas as pd
 
 from qrl import checkpoint, compare, names, registry, source, stats, tasks
@@ -22,7 +23,8 @@ from qrl.recipe.stages import Stage
 from qrl.registry import gate, pointers, signing, versions
 from qrl.registry.history import History
 from qrl.registry.stages import check_stage
-from qrl.steps import inputs, outcome
+from qrl.steps import outcome
+from qrl.tasks import question_sets
 from qrl.tracking import cells, contents, lineage, models, runs, store
 from qrl.tracking.cells import Evaluated
 from qrl.tracking.lineage import Ancestor
@@ -47,39 +49,69 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
     store.prepare()
     for stage in stages:
         check_stage(stage, recipe.promote.declared)
+
     candidates = [cells.read(run_id) for run_id in run_ids]
     bases = [_base(recipe, candidate, typed) for candidate in candidates]
-    own = [_own(recipe, *pair, typed) for pair in zip(candidates, bases, strict=True)]
-    recipe, name = own[0], registry.registered_name(own[0])
-    if differing := {registry.registered_name(each) for each in own} - {name}:
-        several = " and ".join([name, *sorted(differing)])
-        raise BadInput(f"The cells belong to several models, {several}: promote each of them by itself.")
-    known = registry.check_declared(name, recipe.promote.stages)
-    for stage in stages:
-        check_stage(stage, recipe.promote.declared, name)
-    declared = {stage.stage: stage for stage in recipe.promote.declared}
-    every = known | declared if recipe.promote.stages else declared | known  # what a recipe says, or the model's own
-    judged = [every[stage] for stage in stages]
+    recipes = [_recipe_of(recipe, cell, base, typed) for cell, base in zip(candidates, bases, strict=True)]
+    name = _common_name(recipes)
+    recipe = recipes[0]
+    stages_by_name = _stages_by_name(recipe, stages, name)
     if not runs.is_launched():
-        facts = {"model": recipe.model, "task": recipe.task, "data": recipe.data, "seed": recipe.seed}
-        said = ", ".join(f"{key} {value}" for key, value in facts.items() if value is not None)
-        click.echo(f"      As the cell's run says: {said}.", err=True)
+        _echo_settings(recipe)
+
     with runs.step("promote", recipe, sections=("promote",), params={"stage": ",".join(stages), "registered": name}):
-        outcomes = []
+        messages: list[str] = []
         try:
-            for stage, candidate, base in zip(judged, candidates, bases, strict=True):
-                outcomes.append(_promote_one(recipe, name, stage, candidate, base, keys))
-                click.echo(f"      {outcomes[-1]}", err=True)
+            for stage, candidate, base in zip(stages, candidates, bases, strict=True):
+                message = _promote_one(recipe, name, stages_by_name[stage], candidate, base, keys)
+                messages.append(message)
+                click.echo(f"      {message}", err=True)
         finally:
-            contents.describe("\n".join(f"- {outcome}" for outcome in outcomes))
-            study, table = runs.parent_id(), ""
-            with contextlib.suppress(BadInput):  # a study that has none yet
-                table = contents.artifact(study, names.TABLE_MD).read_text(encoding="utf-8") if study else ""
-            registry.publish(name, registry.known(name).values(), table)
+            # After a refusal too: the description shows how far the promotion came.
+            contents.describe("\n".join(f"- {message}" for message in messages))
+            registry.publish(name, registry.known(name).values(), _table_of_study())
         outcome.promoted(name, stages[-1])
 
 
-def _own(recipe: Recipe, cell: Evaluated, base: Ancestor, typed: Collection[str]) -> Recipe:
+def rollback(recipe: Recipe, stage: str) -> None:
+    """Return a stage to the version before its last promotion."""
+    name = registry.registered_name(recipe)
+    _, public_key = signing.keys(recipe.promote)
+    store.prepare()
+    click.echo(f"Stage {stage} is {registry.rollback(name, stage, public_key)} again.")
+    outcome.promoted(name, stage)
+
+
+def _base(recipe: Recipe, cell: Evaluated, typed: Collection[str]) -> Ancestor:
+    """Return the base model of a cell: the one that was typed, else its run's, else where its model's lineage begins.
+
+    Raises:
+        BadInput: the model that was typed is not in the lineage of the cell's model.
+    """
+    line = lineage.line(cell.model) if cell.model else []
+    if "model" in typed and line:
+        base = _find_in_line(line, recipe.model, source.locate(recipe.model))
+        if base is None:
+            actual = line[-1].address or "another"
+            raise _contradiction(f"--model {recipe.model}", cell, f"its model was made from {actual}")
+        return base
+
+    first = line[-1] if line else Ancestor(cell.digest, "")
+    recorded_model = cell.settings.get("model", "")
+    folder = source.SHIPPED.get(recorded_model) or Path(recorded_model)
+    return _find_in_line(line, recorded_model, folder) or first
+
+
+def _find_in_line(line: list[Ancestor], address: str, folder: Path) -> Ancestor | None:
+    """Return the model in a lineage that has an address, or the weights in its folder; None if there is none."""
+    digest = checkpoint.digest(folder) if (folder / "config.json").is_file() else None
+    for ancestor in line:
+        if ancestor.address == address or ancestor.digest == digest:
+            return Ancestor(ancestor.digest, address)
+    return None
+
+
+def _recipe_of(recipe: Recipe, cell: Evaluated, base: Ancestor, typed: Collection[str]) -> Recipe:
     """Return the recipe with the model, task, data, prompt and seed of a cell's run.
 
     Raises:
@@ -88,105 +120,170 @@ def _own(recipe: Recipe, cell: Evaluated, base: Ancestor, typed: Collection[str]
     recorded = {key: text for key, text in cell.settings.items() if text != "null"}
     for key in {"task", "prompt", "seed"} & set(typed):
         if key == "task" and cell.task and tasks.label(recipe.task) == cell.task:
-            continue  # a task file that was moved is the same
-        if (wanted := recipe.flat()[key]) != (actual := recorded.get(key, wanted)):
-            raise _contradicted(f"--{key} {wanted}", cell, f"it was evaluated with {key} {actual}")
-    fields = {key: recorded[key] for key in ("task", "prompt", "data", "registered_name") if key in recorded}
-    fields |= {"seed": int(recorded.get("seed", recipe.seed)), "model": base.address or recipe.model}
-    asked = {"selection": recorded.get("evaluate.selection", "random")}
-    fields["evaluate"] = recipe.evaluate.model_copy(update=asked)
-    own = recipe.model_copy(update={key: value for key, value in fields.items() if key not in typed})
-    if "data" in typed and cell.questions not in ("", inputs.digest(inputs.evaluated(own, cell.n))):
-        raise _contradicted(f"--data {own.data}", cell, "it was evaluated on other questions")
-    if not (base.address or own.registered_name or "model" in typed):
+            continue  # the same task file under another path
+        typed_value = recipe.flat()[key]
+        recorded_value = recorded.get(key, typed_value)
+        if typed_value != recorded_value:
+            raise _contradiction(f"--{key} {typed_value}", cell, f"it was evaluated with {key} {recorded_value}")
+
+    fields: dict[str, Any] = {
+        key: recorded[key] for key in ("task", "prompt", "data", "registered_name") if key in recorded
+    }
+    fields["seed"] = int(recorded.get("seed", recipe.seed))
+    fields["model"] = base.address or recipe.model
+    selection = recorded.get("evaluate.selection", "random")
+    fields["evaluate"] = recipe.evaluate.model_copy(update={"selection": selection})
+    cell_recipe = recipe.model_copy(update={key: value for key, value in fields.items() if key not in typed})
+
+    if "data" in typed and cell.questions:
+        typed_questions = question_sets.digest(question_sets.load_evaluated(cell_recipe, cell.n))
+        if cell.questions != typed_questions:
+            raise _contradiction(f"--data {cell_recipe.data}", cell, "it was evaluated on other questions")
+    if not (base.address or cell_recipe.registered_name or "model" in typed):
         raise BadInput(f"The store does not say which base the model of run {cell.run_id} has: add --registered_name.")
-    return own
+    return cell_recipe
 
 
-def _base(recipe: Recipe, cell: Evaluated, typed: Collection[str]) -> Ancestor:
-    """Return the base model of a cell: the one that was typed, else its run's, else where the model's line begins.
-
-    Raises:
-        BadInput: the model that was typed is not in the line of the cell's model.
-    """
-    line = lineage.line(cell.model) if cell.model else []
-    if "model" in typed and line:
-        if base := _member(line, recipe.model, source.locate(recipe.model)):
-            return base
-        raise _contradicted(f"--model {recipe.model}", cell, f"its model was made from {line[-1].address or 'another'}")
-    claimed = cell.settings.get("model", "")
-    begin = line[-1] if line else Ancestor(cell.digest, "")
-    return _member(line, claimed, source.SHIPPED.get(claimed) or Path(claimed)) or begin
-
-
-def _member(line: list[Ancestor], address: str, folder: Path) -> Ancestor | None:
-    """Return the model in a line that has an address, or the weights in its folder."""
-    digest = checkpoint.digest(folder) if (folder / "config.json").is_file() else None
-    same = (ancestor.digest for ancestor in line if address == ancestor.address or digest == ancestor.digest)
-    return next((Ancestor(digest, address) for digest in same), None)
-
-
-def _contradicted(option: str, cell: Evaluated, fact: str) -> BadInput:
+def _contradiction(option: str, cell: Evaluated, fact: str) -> BadInput:
     return BadInput(f"{option} contradicts run {cell.run_id} ({cell.variant}:{cell.scheme}), since {fact}: remove it.")
 
 
-def rollback(recipe: Recipe, stage: str) -> None:
-    """Return a stage to the version before its last promotion."""
-    name = registry.registered_name(recipe)
-    _, public = signing.keys(recipe.promote)
-    store.prepare()
-    click.echo(f"Stage {stage} is {registry.rollback(name, stage, public)} again.")
-    outcome.promoted(name, stage)
+def _common_name(recipes: list[Recipe]) -> str:
+    """Return the registered model that all candidates belong to; raise BadInput if there are several."""
+    registered_names = [registry.registered_name(recipe) for recipe in recipes]
+    first = registered_names[0]
+    other_names = sorted(set(registered_names) - {first})
+    if other_names:
+        listed = " and ".join([first, *other_names])
+        raise BadInput(f"The cells belong to several models, {listed}: promote each of them by itself.")
+    return first
+
+
+def _stages_by_name(recipe: Recipe, stages: list[str], name: str) -> dict[str, Stage]:
+    """Return the stages that the recipe declares and those of the registered model.
+
+    Of two with one name, the recipe's counts if the recipe has `promote.stages` of its own, else the model's.
+
+    Raises:
+        BadInput: neither has one of `stages`.
+    """
+    of_model = registry.check_declared(name, recipe.promote.stages)
+    for stage in stages:
+        check_stage(stage, recipe.promote.declared, name)
+    of_recipe = {stage.stage: stage for stage in recipe.promote.declared}
+    if recipe.promote.stages:
+        return of_model | of_recipe
+    return of_recipe | of_model
+
+
+def _echo_settings(recipe: Recipe) -> None:
+    settings = {"model": recipe.model, "task": recipe.task, "data": recipe.data, "seed": recipe.seed}
+    shown = ", ".join(f"{key} {value}" for key, value in settings.items() if value is not None)
+    click.echo(f"      As the cell's run says: {shown}.", err=True)
+
+
+def _table_of_study() -> str:
+    """Return the table of cells of the study that this step belongs to; empty if there is none yet."""
+    study = runs.parent_id()
+    if not study:
+        return ""
+    with contextlib.suppress(BadInput):  # the study has not compared its cells yet
+        return contents.artifact(study, names.TABLE_MD).read_text(encoding="utf-8")
+    return ""
 
 
 def _promote_one(
     recipe: Recipe, name: str, stage: Stage, candidate: Evaluated, base: Ancestor, keys: tuple[Any, str]
 ) -> str:
+    """Register a candidate, decide on its stage and move the stage; return a sentence that says so.
+
+    Raises:
+        BadInput: its chats were rendered otherwise than its model is stored to render them.
+        GateRefused: the gate refused it; the refusal is recorded.
+    """
     if not candidate.model:
         raise GateRefused(f"Stage {stage.stage} is refused: {' '.join(candidate.broken)}")
-    candidate = _measured(candidate, stage)
-    if candidate.chat != (stored := models.params(candidate.model).get(models.CHAT, "{}")):
-        evaluated = f"Run {candidate.run_id} rendered chats with chat.template_kwargs {candidate.chat}"
-        raise BadInput(
-            f"{evaluated}, but {candidate.model} is stored to render them with {stored}: evaluate it with the latter, "
-            "or train and quantize with the former."
-        )
-    past = pointers.current(name) if stage.made_from else None
-    before = registry.resolve(name, stage.made_from, past) if stage.made_from else None
-    facts = {key: getattr(candidate, key) for key in ("digest", "variant", "scheme", "accuracy", "stderr", "n", "chat")}
-    parent = before.version if before else None
-    version = registry.register(name, candidate.model, **facts, parent_version=parent, past=past)
-    past = past or pointers.current(name)  # of a model that is there: a server with rights denies what it lacks
-    looked_at = {each: past.state.at.get(each) for each in (stage.stage, stage.gain_over, stage.loss_to) if each}
-    looked_at |= {stage.made_from: parent} if stage.made_from else {}
-    decision = _signed(_decide(recipe, past, stage, candidate, version, before or base), version, *keys)
-    bounds = decision.facts | {"accuracy": candidate.accuracy, "rows_sha256": candidate.rows}
-    record = {"run": candidate.run_id, "reasons": decision.reasons, "bounds": bounds}
-    if study := runs.parent_id():
+    candidate = _recomputed(candidate, stage)
+    _check_chat(candidate)
+
+    # Without an earlier stage the model may not exist yet. A server with rights denies what it lacks, so its history
+    # is read only once `register` has made it.
+    history, origin = None, None
+    if stage.made_from:
+        history = pointers.current(name)
+        origin = registry.resolve(name, stage.made_from, history)
+    version = registry.register(
+        name,
+        candidate.model,
+        digest=candidate.digest,
+        variant=candidate.variant,
+        scheme=candidate.scheme,
+        accuracy=candidate.accuracy,
+        stderr=candidate.stderr,
+        n=candidate.n,
+        chat=candidate.chat,
+        parent_version=origin.version if origin else None,
+        history=history,
+    )
+    history = history or pointers.current(name)
+
+    decision = _decide(recipe, history, stage, candidate, version, origin or base)
+    decision = _check_signature(decision, version, *keys)
+    record = {
+        "run": candidate.run_id,
+        "reasons": decision.reasons,
+        "bounds": decision.facts | {"accuracy": candidate.accuracy, "rows_sha256": candidate.rows},
+    }
+    study = runs.parent_id()
+    if study:
         record["study"] = study
     if not decision.passed:
         registry.refuse(name, stage.stage, version.version, record=record)
         raise GateRefused(f"{decision} The stage remains as it was.")
-    former = _former(name, past, stage.stage, version, candidate)
-    registry.promote(name, stage, version.version, record=record, expected=looked_at)
-    return f"{stage.stage} is version {version.version} of {name}{former}. {' '.join(decision.reasons)}"
+
+    replaced = _clause_on_replaced(name, history, stage.stage, version, candidate)
+    registry.promote(name, stage, version.version, record=record, expected=_judged_versions(history, stage, origin))
+    return f"{stage.stage} is version {version.version} of {name}{replaced}. {' '.join(decision.reasons)}"
 
 
-def _former(name: str, past: History, stage: str, version: versions.Version, candidate: Evaluated) -> str:
-    """Return a clause on the version that held a stage before; empty if there is none."""
-    held = past.state.at.get(stage)
-    if held in (None, version.version):
+def _check_chat(candidate: Evaluated) -> None:
+    """Raise BadInput if the candidate rendered chats otherwise than its stored model does."""
+    stored_chat = models.params(candidate.model).get(models.CHAT, "{}")
+    if candidate.chat != stored_chat:
+        evaluated = f"Run {candidate.run_id} rendered chats with chat.template_kwargs {candidate.chat}"
+        raise BadInput(
+            f"{evaluated}, but {candidate.model} is stored to render them with {stored_chat}: evaluate it with the "
+            "latter, or train and quantize with the former."
+        )
+
+
+def _judged_versions(history: History, stage: Stage, origin: versions.Version | None) -> dict[str, int | None]:
+    """Return the stages that the decision looked at, and the version that held each: `registry.promote` checks them."""
+    compared = [name for name in (stage.stage, stage.gain_over, stage.loss_to) if name]
+    held = {name: history.state.at.get(name) for name in compared}
+    if stage.made_from and origin:
+        held[stage.made_from] = origin.version
+    return held
+
+
+def _clause_on_replaced(
+    name: str, history: History, stage: str, version: versions.Version, candidate: Evaluated
+) -> str:
+    """Return a clause on the version that held a stage until now; empty if there is none."""
+    replaced_number = history.state.at.get(stage)
+    if replaced_number in (None, version.version):
         return ""
-    others = ""
+    remark = ""
     with contextlib.suppress(QrlError):  # an evaluation that is gone or was changed says nothing
-        before = _evaluation(registry.resolve(name, held, past), stage).questions
-        if before and candidate.questions and before != candidate.questions:
-            others = ", evaluated on other questions"
-    return f", instead of version {held}{others}, to which --rollback returns"
+        replaced = registry.resolve(name, replaced_number, history)
+        replaced_questions = _evaluation(replaced, stage).questions
+        if replaced_questions and candidate.questions and replaced_questions != candidate.questions:
+            remark = ", evaluated on other questions"
+    return f", instead of version {replaced_number}{remark}, to which --rollback returns"
 
 
-def _measured(cell: Evaluated, stage: Stage) -> Evaluated:
-    """Return a cell with accuracy, n and health computed again from its rows, which its end sealed.
+def _recomputed(cell: Evaluated, stage: Stage) -> Evaluated:
+    """Return a cell with accuracy, n and health computed again from its rows, which were sealed when it ended.
 
     Raises:
         GateRefused: it has no record of its rows, so a metric, a status or a row may have been edited.
@@ -199,56 +296,68 @@ def _measured(cell: Evaluated, stage: Stage) -> Evaluated:
             "evaluate it again."
         )
     accuracy, broken = scores.again(cells.rows([cell.run_id]), cell.limits)
-    measured = {"accuracy": accuracy.estimate, "stderr": accuracy.stderr, "n": accuracy.n}
-    return replace(cell, **measured, broken=tuple(broken))
+    return replace(cell, accuracy=accuracy.estimate, stderr=accuracy.stderr, n=accuracy.n, broken=tuple(broken))
 
 
 def _decide(
     recipe: Recipe,
-    past: History,
+    history: History,
     stage: Stage,
     candidate: Evaluated,
     version: versions.Version,
-    before: versions.Version | Ancestor,
+    origin: versions.Version | Ancestor,
 ) -> gate.Decision:
+    """Collect what the stage's gate compares, and let it decide.
+
+    `origin` is what the candidate must be made from: the version at `stage.made_from`, or for the first stage the base
+    model itself.
+    """
     # The digest of the files in the store now, not the version's tag: those are what would be served.
-    digest = checkpoint.digest(versions.folder(version))
-    least = recipe.promote.min_n
-    if isinstance(before, Ancestor):
-        return gate.decide(stage, candidate, digest, before_digest=before.digest, min_n=least)
+    version_digest = checkpoint.digest(versions.folder(version))
+    evidence = gate.Evidence(version_digest, origin_digest=origin.digest, min_n=recipe.promote.min_n)
+    if isinstance(origin, Ancestor):
+        return gate.decide(stage, candidate, evidence)
+
     max_growth = recipe.promote.max_length_growth
-    compared_with = {stage.gain_over, stage.loss_to, stage.made_from if max_growth is not None else None} - {None}
-    others = {name: _evaluation(registry.resolve(past.name, name, past), name) for name in sorted(compared_with)}
-    tasks_by_stage = {name: cell.task for name, cell in others.items() if cell.task and candidate.task}
-    checks: dict[str, Any] = {"tasks": tasks_by_stage}
-    if all(task == candidate.task for task in tasks_by_stage.values()):
-        checks["differences"] = _differences(recipe, stage, candidate, others)
-        if max_growth is not None:
-            checks |= {"max_growth": max_growth, "growth": _changes(candidate, others[stage.made_from])[1]}
-        least_kept = recipe.promote.min_gain_kept if stage.min_gain_kept is None else stage.min_gain_kept
-        is_own_cell = f"{candidate.variant}:{candidate.scheme}" == stage.cell  # another one is refused anyway
-        if least_kept is not None and stage.can_keep_a_gain and is_own_cell:
-            checks["gain_kept"] = _gain_kept(candidate, least_kept)
-    made = {"parent": _made_from(candidate, before), "before_digest": before.digest, "min_n": least}
-    return gate.decide(stage, candidate, digest, **made, **checks)
+    compared_stages = {stage.gain_over, stage.loss_to}
+    if max_growth is not None:
+        compared_stages.add(stage.made_from)
+    evaluations = {
+        name: _evaluation(registry.resolve(history.name, name, history), name)
+        for name in sorted(filter(None, compared_stages))
+    }
+    stage_tasks = {name: cell.task for name, cell in evaluations.items() if cell.task and candidate.task}
+    evidence = replace(evidence, parent_digest=_required_parent(candidate, origin), tasks=stage_tasks)
+    if any(task != candidate.task for task in stage_tasks.values()):
+        return gate.decide(stage, candidate, evidence)  # nothing can be subtracted; the gate names the tasks
 
-
-def _differences(
-    recipe: Recipe, stage: Stage, candidate: Evaluated, others: dict[str, Evaluated]
-) -> list[gate.Comparison]:
-    """Return the candidate's differences to the stages that its own asks it to be compared with."""
-    found = []
     if stage.gain_over:
-        gain, _ = _changes(candidate, others[stage.gain_over])
         least = recipe.promote.min_gain if stage.min_gain is None else stage.min_gain
-        found.append(gate.Comparison(stage.gain_over, stage.gain_over, gain, least, gain=True))
+        gain = _gain_over(stage.gain_over, candidate, evaluations[stage.gain_over], least)
+        evidence = replace(evidence, gain=gain)
     if stage.loss_to:
-        other = others[stage.loss_to]
-        shown = f"{stage.loss_to} at full precision" if other.scheme == names.FULL else stage.loss_to
-        loss, _ = _changes(candidate, other)
-        most = recipe.promote.max_loss if stage.max_loss is None else stage.max_loss
-        found.append(gate.Comparison(stage.loss_to, shown, loss, most, gain=False))
-    return found
+        limit = recipe.promote.max_loss if stage.max_loss is None else stage.max_loss
+        loss = _loss_to(stage.loss_to, candidate, evaluations[stage.loss_to], limit)
+        evidence = replace(evidence, loss=loss)
+    if stage.made_from and max_growth is not None:
+        change = _paired(candidate, evaluations[stage.made_from]).length_change
+        evidence = replace(evidence, length_growth=gate.LengthGrowth(change, max_growth))
+    min_gain_kept = recipe.promote.min_gain_kept if stage.min_gain_kept is None else stage.min_gain_kept
+    is_cell_of_stage = f"{candidate.variant}:{candidate.scheme}" == stage.cell  # any other cell is refused anyway
+    if min_gain_kept is not None and stage.can_keep_a_gain and is_cell_of_stage:
+        evidence = replace(evidence, gain_kept=_gain_kept(candidate, min_gain_kept))
+    return gate.decide(stage, candidate, evidence)
+
+
+def _gain_over(stage: str, candidate: Evaluated, reference: Evaluated, least: float) -> gate.Gain:
+    """Return the candidate's gain over the cell at a stage, and the least that it must be above."""
+    return gate.Gain(stage, _paired(candidate, reference).accuracy_difference, least)
+
+
+def _loss_to(stage: str, candidate: Evaluated, reference: Evaluated, limit: float) -> gate.Loss:
+    """Return the candidate's difference to the cell at a stage, and the loss that is allowed."""
+    label = f"{stage} at full precision" if reference.scheme == names.FULL else stage
+    return gate.Loss(stage, label, _paired(candidate, reference).accuracy_difference, limit)
 
 
 def _gain_kept(candidate: Evaluated, least: float) -> gate.GainKept:
@@ -258,52 +367,58 @@ def _gain_kept(candidate: Evaluated, least: float) -> gate.GainKept:
     under the candidate's scheme. Evaluations of the weights that the candidate was made from count, those of its own
     `evaluate` step first: a study that reuses cells has them in several.
     """
-    line = [ancestor.digest for ancestor in lineage.line(candidate.model)]
-    base = line[-1] if line else ""
+    line_digests = [ancestor.digest for ancestor in lineage.line(candidate.model)]
+    base_digest = line_digests[-1] if line_digests else ""
 
     def is_trained(cell: Evaluated) -> bool:
-        return cell.digest in line
+        return cell.digest in line_digests
 
     def is_base(cell: Evaluated) -> bool:
-        return base in (cell.digest, cell.parent)
+        return base_digest in (cell.digest, cell.parent)
 
-    found = {
-        f"{names.BASE}:{names.FULL}": _beside(candidate, names.BASE, names.FULL, is_base),
-        f"{candidate.variant}:{names.FULL}": _beside(candidate, candidate.variant, names.FULL, is_trained),
-        f"{names.BASE}:{candidate.scheme}": _beside(candidate, names.BASE, candidate.scheme, is_base),
+    evaluations = {
+        f"{names.BASE}:{names.FULL}": _find_evaluation(candidate, names.BASE, names.FULL, is_base),
+        f"{candidate.variant}:{names.FULL}": _find_evaluation(candidate, candidate.variant, names.FULL, is_trained),
+        f"{names.BASE}:{candidate.scheme}": _find_evaluation(candidate, names.BASE, candidate.scheme, is_base),
     }
-    missing = tuple(name for name, cell in found.items() if cell is None)
+    missing = tuple(name for name, cell in evaluations.items() if cell is None)
     if missing:
         return gate.GainKept(None, least, missing)
-    frame = cells.rows([candidate.run_id, *(cell.run_id for cell in found.values() if cell)])
+    frame = cells.rows([candidate.run_id, *(cell.run_id for cell in evaluations.values() if cell)])
     evidence = compare.from_questions(frame).evidence
     return gate.GainKept(share_of_gain(evidence, candidate.variant, candidate.scheme).kept, least)
 
 
-def _beside(
+def _find_evaluation(
     candidate: Evaluated, variant: str, scheme: str, has_right_weights: Callable[[Evaluated], bool]
 ) -> Evaluated | None:
-    """Return another cell's evaluation on the candidate's questions; of its own `evaluate` step if that has one."""
-    fitting = [
+    """Return another cell's evaluation on the candidate's questions, of the same `evaluate` step if it has one."""
+    required = (candidate.task, candidate.questions)
+    evaluations = [
         cell
         for cell in cells.sealed(variant, scheme)
-        if (cell.task, cell.questions) == (candidate.task, candidate.questions) and has_right_weights(cell)
+        if (cell.task, cell.questions) == required and has_right_weights(cell)
     ]
-    return next((cell for cell in fitting if cell.step == candidate.step), fitting[0] if fitting else None)
+    for cell in evaluations:
+        if cell.step == candidate.step:
+            return cell
+    return evaluations[0] if evaluations else None
 
 
-def _signed(decision: gate.Decision, version: versions.Version, signer: Any, public: str) -> gate.Decision:
-    """Return a decision with a check more: a version that passed is signed now, or was before."""
-    if not (decision.passed and public):
+def _check_signature(decision: gate.Decision, version: versions.Version, signer: Any, public_key: str) -> gate.Decision:
+    """Return a decision with one more check: a version that passed is signed now, or was before."""
+    if not (decision.passed and public_key):
         return decision
+    label = str(version)
+    folder = versions.folder(version)
     try:
         if signer:
-            signing.sign(version, versions.folder(version), signer, public)
-        signing.verify(version, versions.folder(version), public)
+            signing.sign(label, version.uri, folder, signer, public_key)
+        signing.verify(label, version.uri, folder, public_key)
     except GateRefused as error:
         return replace(decision, passed=False, reasons=(str(error), *decision.reasons))
     reasons = (*decision.reasons, "Its signature verifies.")
-    return replace(decision, reasons=reasons, facts=decision.facts | {"signer": public})
+    return replace(decision, reasons=reasons, facts=decision.facts | {"signer": public_key})
 
 
 def _evaluation(version: versions.Version, stage: str) -> Evaluated:
@@ -313,49 +428,74 @@ def _evaluation(version: versions.Version, stage: str) -> Evaluated:
         BadInput: none is recorded.
         GateRefused: its rows have no record any more, or another than when it was promoted.
     """
-    earned = version.gate(stage)
-    if earned is None or not earned.run:
+    decision = version.gate(stage)
+    if decision is None or not decision.run:
         raise BadInput(f"No evaluation is recorded for {version}: promote it again first.")
-    cell = cells.read(earned.run)
-    if not cell.rows or earned.bounds.get("rows_sha256", cell.rows) != cell.rows:
+    cell = cells.read(decision.run)
+    if not cell.rows or decision.bounds.get("rows_sha256", cell.rows) != cell.rows:
         raise GateRefused(
-            f"Stage {stage} rests on the rows of run {earned.run}, whose record is not the one that its gate saw: "
+            f"Stage {stage} rests on the rows of run {decision.run}, whose record is not the one that its gate saw: "
             f"evaluate {version} again, and promote it first."
         )
     return cell
 
 
-def _made_from(candidate: Evaluated, before: versions.Version) -> str:
-    """Return the digest of the model that a candidate must have been made from to belong behind an earlier stage.
+def _required_parent(candidate: Evaluated, origin: versions.Version) -> str:
+    """Return the digest of the model that a candidate was made from, as its gate compares it with an earlier stage.
 
     It is the candidate's parent. Quantized weights of another training than the earlier stage's have one model between
     the two, their own in full precision: its parent counts.
     """
-    if candidate.digest == before.digest and candidate.scheme != before.scheme:
-        return before.digest  # the same weights with another key-value cache
-    if candidate.parent == before.digest or candidate.scheme == names.FULL or candidate.variant == before.variant:
+    if candidate.digest == origin.digest and candidate.scheme != origin.scheme:
+        return origin.digest  # the same weights with another key-value cache
+    if candidate.parent == origin.digest or candidate.scheme == names.FULL or candidate.variant == origin.variant:
         return candidate.parent
-    own = lineage.line(candidate.model)[1:3]  # the model in full precision, and what that was trained from
-    return own[-1].digest if len(own) == 2 else candidate.parent
+    line = lineage.line(candidate.model)
+    if len(line) < 3:
+        return candidate.parent
+    _, _in_full_precision, trained_from, *_ = line
+    return trained_from.digest
 
 
-def _changes(candidate: Evaluated, reference: Evaluated) -> tuple[stats.Estimate, stats.Estimate | None]:
-    """Return accuracy of candidate − reference, and the growth of tokens per answer if known, paired by question.
+class _Paired(NamedTuple):
+    """Two cells' answers to the same questions, paired by question."""
+
+    accuracy_difference: stats.Estimate  # candidate − reference
+    length_change: stats.Estimate | None  # growth of tokens per answer, relative; None if lengths are unknown
+
+
+def _paired(candidate: Evaluated, reference: Evaluated) -> _Paired:
+    """Compare a candidate with a reference, question by question.
 
     Raises:
         BadInput: the cells have different questions, or answers of different engines.
     """
     frames = [cells.rows([cell.run_id]) for cell in (candidate, reference)]
     check_compatible(pd.concat(frames, ignore_index=True))
-    measured = [rows.reindex(columns=["question", "correct", "n_tokens"]) for rows in frames]
-    means = [rows.groupby("question").mean() for rows in measured]  # over samples, if there are several
-    outcomes = means[0][["correct"]].join(means[1]["correct"].rename("reference"), how="outer")
-    if outcomes.isna().any(axis=None):
+    candidate_means, reference_means = [_means_by_question(frame) for frame in frames]
+
+    correct = candidate_means[["correct"]].join(reference_means["correct"].rename("reference"), how="outer")
+    if correct.isna().any(axis=None):
         raise BadInput(
             f"The cells {candidate.variant}:{candidate.scheme} and {reference.variant}:{reference.scheme} have "
             "different questions, so they cannot be compared: evaluate both with the same task, data, seed and "
             "evaluate.n, and promote both, as in --stage base,grpo --cell RUN,RUN."
         )
-    lengths = means[0][["n_tokens"]].join(means[1]["n_tokens"].rename("reference")).to_numpy(float).T
-    growth = stats.relative_change(*lengths) if (lengths.min(axis=1) >= 0).all() and lengths[1].any() else None
-    return stats.contrast(outcomes.to_numpy(float).T, (1, -1)), growth
+    difference = stats.contrast(correct.to_numpy(float).T, (1, -1))
+
+    tokens = candidate_means[["n_tokens"]].join(reference_means["n_tokens"].rename("reference"))
+    return _Paired(difference, _length_change(tokens.to_numpy(float).T))
+
+
+def _means_by_question(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return a cell's mean `correct` and `n_tokens` per question: over samples, if there are several."""
+    return rows.reindex(columns=["question", "correct", "n_tokens"]).groupby("question").mean()
+
+
+def _length_change(tokens: np.ndarray) -> stats.Estimate | None:
+    """Return the relative change of tokens per answer, (2, questions): candidate, reference; None if unknown."""
+    candidate_tokens, reference_tokens = tokens
+    is_known = (tokens.min(axis=1) >= 0).all()  # a length that was not recorded is NaN or negative
+    if is_known and reference_tokens.any():
+        return stats.relative_change(candidate_tokens, reference_tokens)
+    return None

@@ -23,9 +23,9 @@ from qrl.formats import groups
 from qrl.quantize import calibration, error
 from qrl.quantize import settings as choices
 from qrl.quantize.settings import Settings
-from qrl.recipe import Recipe
-from qrl.steps import inputs, outcome, record
-from qrl.tasks import prompt
+from qrl.recipe import Recipe, lists
+from qrl.steps import outcome, record
+from qrl.tasks import prompt, question_sets
 from qrl.tasks import rows as task_rows
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.workspace import WORK, need, workspace
@@ -38,7 +38,7 @@ _COSTS = ("bytes", "bits_per_weight", "bits_per_parameter", "seconds")
 def variant_addresses(recipe: Recipe, models: str | None) -> dict[str, str]:
     """Return the addresses in `variant=model,…`; default: the recipe's model as base."""
     if models:
-        return inputs.pairs(models, "a variant and its model")
+        return lists.parse_pairs("The list of models", models, "MODEL")
     return {names.BASE: recipe.model}
 
 
@@ -51,14 +51,14 @@ def sources(recipe: Recipe, models: str | None) -> dict[str, checkpoint.Checkpoi
     checkpoints = {}
     objections = Objections()
     for variant, address in variant_addresses(recipe, models).items():
-        objections.check(inputs.check_variant, variant)
+        objections.check(lists.check_variant, variant)
         source = objections.check(lambda address=address: checkpoint.check(addresses.folder(address)))
         if source is None:
             continue
         checkpoints[variant] = source
         if source.quantization:
             objections.add(f"{address} is already quantized ({source.quantization}): use full-precision weights.")
-        objections.check(inputs.check_chat, recipe, source.path)
+        objections.check(question_sets.check_chat, recipe, source.path)
     objections.insist()
     return checkpoints
 
@@ -178,21 +178,21 @@ class Texts:
         self.recipe = recipe
         self.settings = settings
         self.device = device
-        self.source = inputs.source_of(recipe)
+        self.source = question_sets.describe_source(recipe)
         self.questions_digest: str | None = None
         self._questions: list[tasks.Question] = []  # of the task, if texts are made from these
         self._file_texts: list[str] = []  # else the texts themselves
 
         # Questions of the training split: held-out ones would show the quantizer what it is measured on.
         seeded = recipe.model_copy(update={"seed": settings.seed})
-        self._probe_questions = inputs.questions(seeded, "train", error.ROWS)
+        self._probe_questions = question_sets.load(seeded, "train", error.ROWS)
         if not settings.calibration:
             return
         with _bar(settings.samples, "draw texts", delay=0) as bar:
             if settings.calibration in (choices.TASK, choices.ROLLOUTS):
-                self._questions = inputs.questions(seeded, "train", settings.samples)
+                self._questions = question_sets.load(seeded, "train", settings.samples)
                 task_rows.check_count(len(self._questions), settings.samples, f"The task {recipe.task}")
-                self.questions_digest = inputs.digest(self._questions)
+                self.questions_digest = question_sets.digest(self._questions)
             else:
                 self.source = settings.calibration
                 self._file_texts = task_rows.texts(Path(settings.calibration), settings.samples)

@@ -25,7 +25,7 @@ from qrl.registry import signing, versions
 from qrl.serve import engines, follow, process, server
 from qrl.serve.engines import ServedModel
 from qrl.serve.log import rotating
-from qrl.tracking import contents, fetched, runs, signals, store
+from qrl.tracking import contents, fetched, owners, runs, signals, store
 
 ENGINES = ("auto", engines.TRANSFORMERS, engines.VLLM)
 
@@ -98,7 +98,7 @@ def serve(
 
         def announce(address: str) -> None:
             seconds = {f"serve/{key}_s": value for key, value in child.seconds().items()}
-            seconds[names.SERVE_READY] = time.time() - signals.started()
+            seconds[names.SERVE_READY] = time.time() - owners.started_at()
             click.echo(f"Serving {version} with {engine} at {address} as model '{model.id}'; Ctrl-C stops it.")
             _print_notes(address, model, stage, follow_s, is_unpacked)
             contents.note({}, seconds, step=0)

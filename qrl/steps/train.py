@@ -17,8 +17,8 @@ from qrl.errors import BadInput, Objections
 from qrl.formats import groups
 from qrl.formats.kept import Kept
 from qrl.recipe import Recipe, rules
-from qrl.steps import inputs, outcome, record
-from qrl.tasks import contamination, prompt, rows
+from qrl.steps import outcome, record
+from qrl.tasks import contamination, prompt, question_sets, rows
 from qrl.tiny import corpus
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.train import Job, Machine, Trained, arguments, distill, footprint, parallel, rollout, trainers
@@ -107,11 +107,11 @@ class _Training:
 def _prepared(recipe: Recipe, machine: Machine) -> _Training:
     """Locate the models of a training and read its questions; raise BadInput where one is missing or damaged."""
     base = checkpoint.check(source.locate(recipe.model))
-    inputs.check_chat(recipe, base.path)
+    question_sets.check_chat(recipe, base.path)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)) if recipe.train.teacher else None
-    questions = inputs.trained(recipe)
-    heldout = inputs.all_heldout(recipe)
-    probed = inputs.probe(recipe, questions, heldout) if recipe.watch.probe_every else ()
+    questions = question_sets.load_training(recipe)
+    heldout = question_sets.load_all_heldout(recipe)
+    probed = question_sets.load_probe(recipe, questions, heldout) if recipe.watch.probe_every else ()
 
     processes = parallel.processes(recipe.train, machine.device)
     group_size = groups.of(base.path, recipe.quantize.group_size)
@@ -162,9 +162,9 @@ def _log_questions(recipe: Recipe, training: _Training) -> None:
             contents.log_dataset(
                 f"{tasks.label(recipe.task)}-{context}",
                 context=context,
-                digest=inputs.digest(questions),
+                digest=question_sets.digest(questions),
                 n=len(questions),
-                source=inputs.source_of(recipe),
+                source=question_sets.describe_source(recipe),
             )
 
 
@@ -260,7 +260,7 @@ def _prompts_to_check(recipe: Recipe, base: Path) -> tuple[list[list[int]], str]
     tokens = hf.tokenizer(base)
     try:
         with nullcontext() if recipe.data or recipe.task == "arithmetic" else rows.from_cache():
-            questions = inputs.questions(recipe, "train", PROMPTS_TO_CHECK)
+            questions = question_sets.load(recipe, "train", PROMPTS_TO_CHECK)
     except BadInput:
         if recipe.data or recipe.task not in tasks.TASKS:
             raise

@@ -24,7 +24,7 @@ import click
 from qrl import cluster, process
 from qrl.errors import BadInput, GateRefused, QrlError, StopReported
 from qrl.study import build
-from qrl.tracking import contents, projects, reuse, runs, signals, store
+from qrl.tracking import claims, contents, projects, reuse, runs, signals
 from qrl.tracking.keys import ROOT
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Launcher:
         def say_waiting() -> None:
             _print(f"Another study on this store makes {step.name} ({', '.join(missing)}) now: waiting for it.")
 
-        with store.claimed([f"{step.name} {step.keys[label]}" for label in missing], say_waiting):
+        with claims.claimed([f"{step.name} {step.keys[label]}" for label in missing], say_waiting):
             # The study that had claimed them may have made them while this one waited.
             runs_by_label |= self._find(step, missing)
             made_elsewhere = [label for label in missing if runs_by_label[label]]
@@ -174,7 +174,7 @@ class Launcher:
         def say_waiting() -> None:
             _print(f"Another study on this store promotes to {name} now: waiting for it.")
 
-        with store.claimed([f"promote {name}"], say_waiting):
+        with claims.claimed([f"promote {name}"], say_waiting):
             self._launch(None, "promote", parameters)
 
     def result(self, step: str) -> Result:

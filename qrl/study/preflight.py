@@ -71,9 +71,8 @@ def _check_settings(recipe: Recipe, overrides: dict[str, str], beside: Sequence[
     """Look at what settings and files say by themselves."""
     from qrl.quantize import settings as choices
     from qrl.registry import signing
-    from qrl.steps import inputs
     from qrl.study import report
-    from qrl.tasks import prompt
+    from qrl.tasks import prompt, question_sets
     from qrl.train import reward
 
     objections.check(signing.keys, recipe.promote)
@@ -94,8 +93,8 @@ def _check_settings(recipe: Recipe, overrides: dict[str, str], beside: Sequence[
         )
     objections.check(reward.check, recipe.train, ())
     if recipe.data:  # read here, so that wrong data is refused before an environment is built
-        objections.check(inputs.trained, recipe)
-        objections.check(inputs.all_heldout, recipe)
+        objections.check(question_sets.load_training, recipe)
+        objections.check(question_sets.load_all_heldout, recipe)
 
 
 def _check_base(recipe: Recipe, objections: Objections) -> str:
@@ -104,10 +103,10 @@ def _check_base(recipe: Recipe, objections: Objections) -> str:
     Raises:
         BadInput: there is no such model, or it is damaged.
     """
-    from qrl.steps import inputs
+    from qrl.tasks import question_sets
 
     base = checkpoint.check(source.locate(recipe.model))
-    objections.check(inputs.check_chat, recipe, base.path)
+    objections.check(question_sets.check_chat, recipe, base.path)
     check_schemes(recipe, base.path, objections)
     return base.digest
 
@@ -273,9 +272,9 @@ def _estimated(answers: Trial, recipe: Recipe, shape: Shape, ahead: DryRun, meth
 
 def asked(recipe: Recipe) -> str:
     """Return how many held-out questions a cell answers, in words; a task may have fewer than `evaluate.n`."""
-    from qrl.steps import inputs
+    from qrl.tasks import question_sets
 
-    count = len(inputs.evaluated(recipe))
+    count = len(question_sets.load_evaluated(recipe))
     if count < recipe.evaluate.n:
         return f"{count} held-out questions, all there are"
     return f"{count} held-out questions"
@@ -283,12 +282,11 @@ def asked(recipe: Recipe) -> str:
 
 def _check_contamination(recipe: Recipe) -> None:
     """Raise BadInput if training and held-out questions overlap; generated ones cannot."""
-    from qrl.steps import inputs
-    from qrl.tasks import contamination
+    from qrl.tasks import contamination, question_sets
 
     if recipe.data or recipe.task != "arithmetic":
-        trained = inputs.trained(recipe)
-        overlap = contamination.overlap(trained, inputs.all_heldout(recipe))
+        trained = question_sets.load_training(recipe)
+        overlap = contamination.overlap(trained, question_sets.load_all_heldout(recipe))
         contamination.check(overlap, recipe.task, recipe.train.max_ngram_share)
 
 
@@ -298,8 +296,7 @@ def _too_long(recipe: Recipe, objections: Objections) -> list[str]:
     Texts that are longer than the recipe's own limits are objections.
     """
     from qrl.engine import hf
-    from qrl.steps import inputs
-    from qrl.tasks import lengths, prompt
+    from qrl.tasks import lengths, prompt, question_sets
 
     base = source.locate(recipe.model)
     tokens, template = hf.tokenizer(base), prompt.of(recipe)
@@ -307,8 +304,8 @@ def _too_long(recipe: Recipe, objections: Objections) -> list[str]:
 
     positions = checkpoint.positions(base)
     answer_limits = {
-        "training": (inputs.trained, "train.max_completion_tokens", recipe.train.max_completion_tokens),
-        "held-out": (inputs.evaluated, "evaluate.max_new_tokens", recipe.evaluate.max_new_tokens),
+        "training": (question_sets.load_training, "train.max_completion_tokens", recipe.train.max_completion_tokens),
+        "held-out": (question_sets.load_evaluated, "evaluate.max_new_tokens", recipe.evaluate.max_new_tokens),
     }
     sentences = []
     for kind, (read_questions, key, answer_tokens) in answer_limits.items():
@@ -330,8 +327,7 @@ def _check_calibration_lengths(
 ) -> None:
     """Object to calibration texts of the task that are longer than the recipe allows; raise BadInput for too few."""
     from qrl.quantize import settings as choices
-    from qrl.steps import inputs
-    from qrl.tasks import lengths
+    from qrl.tasks import lengths, question_sets
     from qrl.tasks import rows as task_rows
 
     for scheme in recipe.quantize.schemes:
@@ -339,7 +335,7 @@ def _check_calibration_lengths(
         if settings.calibration != choices.TASK:
             continue
         seeded = recipe.model_copy(update={"seed": settings.seed})
-        questions = inputs.questions(seeded, "train", settings.samples)
+        questions = question_sets.load(seeded, "train", settings.samples)
         task_rows.check_count(len(questions), settings.samples, f"The task {recipe.task}")
         length = lengths.longest_solution(tokens, questions, template)
         if length > settings.max_tokens:

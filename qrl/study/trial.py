@@ -67,10 +67,9 @@ def _run(recipe: Recipe, path: Path, device: str) -> Trial:
     from qrl.engine import device as devices
     from qrl.engine import hf
     from qrl.evaluate import cells
-    from qrl.steps import inputs
-    from qrl.tasks import prompt
+    from qrl.tasks import prompt, question_sets
 
-    heldout = inputs.evaluated(recipe, max(N, recipe.evaluate.n))
+    heldout = question_sets.load_evaluated(recipe, max(N, recipe.evaluate.n))
     questions = heldout[:N]
     free_bytes = forecast.free_bytes(device)
     _check_memory(path, device, free_bytes)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
+from mlflow.entities import Run
 
 from qrl import names, process
 from qrl.errors import BadInput, QrlError, first_line
@@ -36,7 +37,7 @@ class Evaluated:
 
     @property
     def chat(self) -> str:
-        """How chats were rendered: `chat.template_kwargs` as JSON."""
+        """The variables that chats were rendered with: `chat.template_kwargs` as JSON."""
         return self.settings.get("chat.template_kwargs", "{}")
 
 
@@ -51,46 +52,67 @@ def read(run_id: str) -> Evaluated:
         raise BadInput(
             f"Run '{run_id}' was deleted: restore it (mlflow runs restore --run-id {run_id}), or evaluate again."
         )
-    tags, metrics = run.data.tags, run.data.metrics
+    tags = run.data.tags
+    metrics = run.data.metrics
     if tags.get(names.TAG_STEP) != "evaluate" or names.TAG_DIGEST not in tags or names.ACCURACY not in metrics:
         raise BadInput(
             f"Run '{run_id}' ({run.info.run_name}) is not a cell's evaluation: give a run below an `evaluate` step."
         )
-    inputs = run.inputs.model_inputs if run.inputs else []
-    datasets = run.inputs.dataset_inputs if run.inputs else []
-    sealed = reuse.sealed(run)
-    model = sealed.get("model") or (f"models:/{inputs[0].model_id}" if inputs else "")  # more inputs can be added later
-    step = sealed.get("step") or tags.get(runs.PARENT)
-    healthy, above = run.info.status == "FINISHED", contents.run(step) if step else None
-    params = above.data.params if above else {}
-    heldout = (tag.value for dataset in datasets for tag in dataset.tags if tag.key == "digest")
-    recorded = {"variant": tags[names.TAG_VARIANT], "scheme": tags[names.TAG_SCHEME], "digest": tags[names.TAG_DIGEST]}
-    recorded |= {"task": tags.get(names.TAG_TASK, ""), **sealed}  # tags can be edited, the seal cannot
+
+    # What the cell's end sealed counts before what the run shows: tags can be edited, and inputs added, later.
+    seal = reuse.sealed(run)
+    model = seal.get("model") or _first_model(run)
+    step_id = seal.get("step") or tags.get(runs.PARENT)
+    step = contents.run(step_id) if step_id else None
+    step_params = step.data.params if step else {}
+    broken: tuple[str, ...] = ()
+    if run.info.status != "FINISHED":
+        broken = (tags.get(names.TAG_REASON, f"its run ended as {run.info.status}"),)
     return Evaluated(
         run_id=run_id,
-        variant=recorded["variant"],
-        scheme=names.scheme(recorded["scheme"]),
-        digest=recorded["digest"],
+        variant=seal.get("variant", tags[names.TAG_VARIANT]),
+        scheme=names.scheme(seal.get("scheme", tags[names.TAG_SCHEME])),
+        digest=seal.get("digest", tags[names.TAG_DIGEST]),
         parent=models.params(model).get("parent", "") if model else "",
         model=model,
         accuracy=metrics[names.ACCURACY],
         stderr=metrics.get(names.ACCURACY_STDERR, math.nan),
-        n=int(n) if math.isfinite(n := metrics.get(names.N, 0)) else 0,
-        broken=() if healthy else (tags.get(names.TAG_REASON, f"its run ended as {run.info.status}"),),
-        questions=sealed.get("questions") or next(heldout, ""),
-        settings=origin.values(above) if above else {},
-        limits=sealed.get("limits") or {key.removeprefix("evaluate."): text for key, text in params.items()},
-        unhealthy=recorded.get("unhealthy", ""),
-        rows=recorded.get("rows", ""),
-        step=step or "",
-        task=recorded["task"],
+        n=_whole_number(metrics.get(names.N, 0)),
+        broken=broken,
+        questions=seal.get("questions") or _digest_of_questions(run),
+        settings=origin.values(step) if step else {},
+        limits=seal.get("limits") or {key.removeprefix("evaluate."): text for key, text in step_params.items()},
+        unhealthy=seal.get("unhealthy", ""),
+        rows=seal.get("rows", ""),
+        step=step_id or "",
+        task=seal.get("task", tags.get(names.TAG_TASK, "")),
     )
 
 
+def _first_model(run: Run) -> str:
+    """Return the model that a run evaluated, "models:/m-…"; empty if it has none."""
+    inputs = run.inputs.model_inputs if run.inputs else []
+    return f"models:/{inputs[0].model_id}" if inputs else ""
+
+
+def _digest_of_questions(run: Run) -> str:
+    """Return the digest of the data set that a run logged; empty if it has none."""
+    datasets = run.inputs.dataset_inputs if run.inputs else []
+    for dataset in datasets:
+        for tag in dataset.tags:
+            if tag.key == "digest":
+                return tag.value
+    return ""
+
+
+def _whole_number(metric: float) -> int:
+    return int(metric) if math.isfinite(metric) else 0
+
+
 def sealed(variant: str, scheme: str) -> Iterator[Evaluated]:
-    """Yield every finished evaluation of a cell in the store whose rows were sealed, the newest first."""
-    of_variant = f" and tags.`{names.TAG_STEP}` = 'evaluate' and tags.`{names.TAG_VARIANT}` = '{variant}'"
-    for run in store.running(of_variant, status="FINISHED"):
+    """Yield every finished evaluation of a cell in the store with sealed rows, the newest first."""
+    is_of_variant = f"tags.`{names.TAG_STEP}` = 'evaluate' and tags.`{names.TAG_VARIANT}` = '{variant}'"
+    for run in contents.find_runs(is_of_variant, status="FINISHED"):
         is_cell = names.ACCURACY in run.data.metrics and names.TAG_DIGEST in run.data.tags
         if is_cell and names.scheme(run.data.tags.get(names.TAG_SCHEME, "")) == scheme:
             cell = read(run.info.run_id)
@@ -127,7 +149,7 @@ def rows(run_ids: Sequence[str]) -> pd.DataFrame:
         try:
             frames.append(pd.read_parquet(path))
         except (OSError, ValueError) as error:  # pyarrow's errors are both
-            unread = f"{names.QUESTIONS} of run {run_id} cannot be read ({first_line(error)[:120]})"
-            raise QrlError(f"{unread}: evaluate the cell again.") from None
+            message = f"{names.QUESTIONS} of run {run_id} cannot be read ({first_line(error)[:120]})"
+            raise QrlError(f"{message}: evaluate the cell again.") from None
     rows = pd.concat(frames, ignore_index=True)
     return rows.assign(scheme=rows["scheme"].map(names.scheme))

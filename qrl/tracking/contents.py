@@ -29,15 +29,17 @@ _TRIES = 3  # of a write
 
 def active_id() -> str:
     """Return the id of the active run; raise RuntimeError if there is none."""
-    if active := mlflow.active_run():
-        return active.info.run_id
-    raise RuntimeError("No run is active: call this inside a step.")
+    active = mlflow.active_run()
+    if active is None:
+        raise RuntimeError("No run is active: call this inside a step.")
+    return active.info.run_id
 
 
 def log_params(params: Mapping[str, object]) -> None:
     """Log params of the active run under keys that it does not hold yet: MLflow refuses `1e-6` after `1e-06`."""
-    known = mlflow.get_run(active_id()).data.params
-    insist(lambda: mlflow.log_params({key: value for key, value in params.items() if key not in known}))
+    logged = mlflow.get_run(active_id()).data.params
+    new_params = {key: value for key, value in params.items() if key not in logged}
+    insist(lambda: mlflow.log_params(new_params))
 
 
 def live_log() -> Callable[[Mapping[str, float], int], None]:
@@ -52,7 +54,7 @@ def live_log() -> Callable[[Mapping[str, float], int], None]:
 
 
 def log_scores(metrics: Mapping[str, float], *, model_uri: str | None = None, dataset: Dataset | None = None) -> None:
-    """Log metrics of a model on a data set, so that the UI shows them beside both.
+    """Log metrics of a model on a data set, so that the UI shows them on the pages of both.
 
     Args:
         metrics: name → value.
@@ -106,8 +108,9 @@ def tag(key: str, text: str) -> None:
 
 def tag_run(run_id: str, tags: Mapping[str, str]) -> None:
     """Set tags of any run, cut to the length that every store accepts."""
-    if cut := [RunTag(name, text[:MAX_TAG]) for name, text in tags.items()]:
-        insist(lambda: mlflow.MlflowClient().log_batch(run_id, tags=cut))
+    cut_tags = [RunTag(name, text[:MAX_TAG]) for name, text in tags.items()]
+    if cut_tags:
+        insist(lambda: mlflow.MlflowClient().log_batch(run_id, tags=cut_tags))
 
 
 def insist(write: Callable[[], object]) -> None:
@@ -116,12 +119,14 @@ def insist(write: Callable[[], object]) -> None:
     SQLite gives up a write that finds it locked for MLflow's 20 s, as a busy machine can keep it; and of two processes
     that insert the same row both may find it missing first.
     """
-    for last in (*[False] * (_TRIES - 1), True):
+    # MLflow's own retries do not cover these two codes.
+    for attempt in range(1, _TRIES + 1):
         try:
             write()
             return
         except MlflowException as error:
-            if last or error.error_code not in ("TEMPORARILY_UNAVAILABLE", "BAD_REQUEST"):
+            is_passing = error.error_code in ("TEMPORARILY_UNAVAILABLE", "BAD_REQUEST")
+            if attempt == _TRIES or not is_passing:
                 raise
 
 
@@ -146,12 +151,20 @@ def run(run_id: str, expected: str = "a run that `mlflow ui` shows") -> Run:
     except mlflow.MlflowException as error:
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise
-        place = mlflow.get_tracking_uri()
-        raise BadInput(f"There is no run '{run_id}' in {place}: give the id of {expected}.") from None
+        address = mlflow.get_tracking_uri()
+        raise BadInput(f"There is no run '{run_id}' in {address}: give the id of {expected}.") from None
+
+
+def find_runs(condition: str = "", status: str = "RUNNING") -> list[Run]:
+    """Return the runs of all experiments that have a status and meet a condition in MLflow's query language."""
+    query = f"attributes.status = '{status}'"
+    if condition:
+        query += f" and {condition}"
+    return mlflow.search_runs(filter_string=query, search_all_experiments=True, output_format="list")
 
 
 @cache
-def _fetched() -> str:
+def _downloads() -> str:
     """Return a folder for what a remote store's runs hold, deleted at the end of this process."""
     scratch = Scratch("qrl-artifacts-")
     atexit.register(scratch.cleanup)
@@ -165,14 +178,15 @@ def artifact(run_id: str, path: str) -> Path:
         BadInput: the run does not exist, or has no such artifact.
     """
     root = models.local(run(run_id).info.artifact_uri)
-    try:
-        place = (
-            root / path
-            if root
-            else Path(download_artifacts(run_id=run_id, artifact_path=path, dst_path=f"{_fetched()}/{run_id}"))
-        )
-    except (mlflow.MlflowException, OSError):
-        place = None
-    if place is None or not place.exists():
-        raise BadInput(f"Run {run_id} holds no artifact '{path}': give a run that made one, or run its step again.")
-    return place
+    missing = BadInput(f"Run {run_id} holds no artifact '{path}': give a run that made one, or run its step again.")
+    if root:
+        local_path = root / path
+    else:
+        try:
+            folder = f"{_downloads()}/{run_id}"
+            local_path = Path(download_artifacts(run_id=run_id, artifact_path=path, dst_path=folder))
+        except (mlflow.MlflowException, OSError):
+            raise missing from None
+    if not local_path.exists():
+        raise missing
+    return local_path

@@ -1,4 +1,4 @@
-"""What MLflow reads beside a checkpoint: MLmodel, the environment's files, and the tokenizer for MLflow's flavor."""
+"""What MLflow reads besides a checkpoint: MLmodel, the environment's files, and the tokenizer for MLflow's flavor."""
 
 import json
 import os
@@ -37,17 +37,19 @@ _LOADER = Path(__file__).with_name("pyfunc_chat.py")  # not imported: it imports
 
 
 def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
-    """Write MLmodel and its environment files beside `model/`, and the tokenizer where the flavor looks for it."""
+    """Write MLmodel and its environment files next to `model/`, and the tokenizer where the flavor looks for it."""
     tokenizer = folder / "components" / "tokenizer"
     tokenizer.mkdir(parents=True)
     for name in ("config.json", *checkpoint.text_files(folder / "model")):
         (tokenizer / name).parent.mkdir(exist_ok=True)
         put(folder / "model" / name, tokenizer / name, link=True)
-    if chat := facts.get(CHAT):
-        fixed = prompt.fixed(hf.tokenizer(folder / "model").get_chat_template(), json.loads(str(chat)))
+    # MLflow's flavor passes no variables to the chat template, so they are written into a template of its own.
+    chat = facts.get(CHAT)
+    if chat:
+        template = prompt.fixed(hf.tokenizer(folder / "model").get_chat_template(), json.loads(str(chat)))
         (tokenizer / checkpoint.CHAT_TEMPLATES[0]).unlink(missing_ok=True)  # a link to the checkpoint's own
         (tokenizer / checkpoint.TEMPLATES / "default.jinja").unlink(missing_ok=True)  # transformers would prefer it
-        (tokenizer / checkpoint.CHAT_TEMPLATES[0]).write_text(fixed, encoding="utf-8")
+        (tokenizer / checkpoint.CHAT_TEMPLATES[0]).write_text(template, encoding="utf-8")
     (folder / _CODE).mkdir()
     put(_LOADER, folder / _CODE / _LOADER.name, link=False)
     inputs = Schema([*CHAT_MODEL_INPUT_SCHEMA.inputs, *(ColSpec(AnyType(), name, required=False) for name in _MORE)])
@@ -90,8 +92,8 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
 def requirements(scheme: str) -> list[str]:
     """Return a model's pip requirements: the pins of the project's conda.yaml, or what is installed without one."""
     pins = keys.pins()
-    wanted = ("mlflow", "torch", "transformers", "accelerate", *_NEEDS.get(scheme, ()))
-    return [f"{package}=={pins[package]}" if package in pins else _installed(package) for package in wanted]
+    packages = ("mlflow", "torch", "transformers", "accelerate", *_NEEDS.get(scheme, ()))
+    return [f"{package}=={pins[package]}" if package in pins else _installed(package) for package in packages]
 
 
 def put(source: Path, target: Path, *, link: bool) -> None:
@@ -99,7 +101,8 @@ def put(source: Path, target: Path, *, link: bool) -> None:
     source = source.resolve()  # the hub's cache holds links
     if link:
         with suppress(OSError):  # another file system, or one without hard links
-            return os.link(source, target)
+            os.link(source, target)
+            return
     shutil.copyfile(source, target)
 
 

@@ -16,10 +16,11 @@ from qrl.errors import QrlError
 from qrl.workspace import WORK, free_bytes, need, written_whole
 
 FOLDER = WORK / "models"
-MOST = 12  # kept: the cells of a study, twice
+MAX_KEPT = 12  # the cells of a study, twice
 MODEL = "model"  # the checkpoint's folder among a model's artifacts
-_CHUNK = 16 << 20  # bytes that each of MLflow's threads holds in memory; its own default is 100 MiB
-_held: dict[Path, int] = {}  # folder → descriptor with a shared lock, which this process keeps until `release`
+_CHUNK_BYTES = 16 << 20  # that each of MLflow's threads holds in memory; its own default is 100 MiB
+_descriptors: dict[Path, int] = {}  # folder → descriptor with a shared lock, which this process keeps until `release`
+_MISSING = -1
 _DELETED = ".deleted"  # ends the hidden name of a folder that is being deleted: what a kill leaves of it is no model
 
 
@@ -36,32 +37,41 @@ def get(address: str, digest: str = "") -> Path:
         BadInput: the disk lacks the space.
         QrlError: the store holds something else than was logged.
     """
-    place = _place(address)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{place}.lock"):
-        if not place.is_dir():
-            os.environ.setdefault("MLFLOW_MULTIPART_DOWNLOAD_CHUNK_SIZE", str(_CHUNK))
-            store = get_artifact_repository(address)
-            _make_space(place, sum(file.file_size or 0 for file in store.list_artifacts(MODEL)))
-            with written_whole(place) as partial:
-                partial.mkdir()
-                store.download_artifacts(MODEL, str(partial))
-                if digest and (found := checkpoint.digest(partial / MODEL)) != digest:
-                    raise QrlError(
-                        f"What the store holds at {address} has the digest {found[:12]}, but {digest[:12]} was logged: "
-                        "run the step that made it again."
-                    )
-        if place not in _held:
-            _held[place] = os.open(place, os.O_RDONLY)
-            fcntl.flock(_held[place], fcntl.LOCK_SH)
-        os.utime(place)  # the least recently used are deleted first
-    return place / MODEL
+    folder = _folder(address)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.is_dir():
+            _download(address, folder, digest)
+        if folder not in _descriptors:
+            _descriptors[folder] = os.open(folder, os.O_RDONLY)
+            fcntl.flock(_descriptors[folder], fcntl.LOCK_SH)
+        os.utime(folder)  # the least recently used are deleted first
+    return folder / MODEL
+
+
+def _download(address: str, folder: Path, digest: str) -> None:
+    """Download a checkpoint to a folder that appears whole; raise QrlError if it has another digest, unless empty."""
+    os.environ.setdefault("MLFLOW_MULTIPART_DOWNLOAD_CHUNK_SIZE", str(_CHUNK_BYTES))
+    repository = get_artifact_repository(address)
+    _make_space(folder, sum(file.file_size or 0 for file in repository.list_artifacts(MODEL)))
+    with written_whole(folder) as partial:
+        partial.mkdir()
+        repository.download_artifacts(MODEL, str(partial))
+        if not digest:
+            return
+        actual_digest = checkpoint.digest(partial / MODEL)
+        if actual_digest != digest:
+            raise QrlError(
+                f"What the store holds at {address} has the digest {actual_digest[:12]}, but {digest[:12]} was logged: "
+                "run the step that made it again."
+            )
 
 
 def release(besides: Path) -> None:
     """Let other processes delete what this one has fetched, all but the model that `get` returned as `besides`."""
-    for place in [place for place in _held if place / MODEL != besides]:
-        os.close(_held.pop(place))
+    for folder in list(_descriptors):
+        if folder / MODEL != besides:
+            os.close(_descriptors.pop(folder))
 
 
 def keep(address: str, source: Path, files: Iterable[str]) -> None:
@@ -74,12 +84,12 @@ def keep(address: str, source: Path, files: Iterable[str]) -> None:
         source: the checkpoint.
         files: names below it.
     """
-    place = _place(address)
-    with contextlib.suppress(OSError), FileLock(f"{place}.lock"), written_whole(place) as partial:
+    folder = _folder(address)
+    with contextlib.suppress(OSError), FileLock(f"{folder}.lock"), written_whole(folder) as partial:
         for name in files:
             (partial / MODEL / name).parent.mkdir(parents=True, exist_ok=True)
             os.link((source / name).resolve(), partial / MODEL / name)
-    _make_space(place, 0)
+    _make_space(folder, 0)
 
 
 def check_sizes(address: str, source: Path, files: Sequence[str]) -> None:
@@ -87,31 +97,38 @@ def check_sizes(address: str, source: Path, files: Sequence[str]) -> None:
 
     Arguments are as for `keep`.
     """
-    store, stored = get_artifact_repository(address), {}
+    repository = get_artifact_repository(address)
+    stored_sizes = {}
     for folder in {Path(MODEL, name).parent for name in files}:
-        stored |= {Path(file.path): file.file_size for file in store.list_artifacts(folder.as_posix())}
+        for file in repository.list_artifacts(folder.as_posix()):
+            stored_sizes[Path(file.path)] = file.file_size
     for name in files:
-        size, there = (source / name).stat().st_size, stored.get(Path(MODEL, name), -1)
-        if there not in (None, size):
-            wrong = f"{'none' if there == -1 else there} of its {size} bytes are in the store"
-            raise QrlError(f"{name} did not arrive whole ({wrong}): run the step again.")
+        size = (source / name).stat().st_size
+        stored_size = stored_sizes.get(Path(MODEL, name), _MISSING)
+        if stored_size in (None, size):  # some stores list no sizes
+            continue
+        arrived = "none" if stored_size == _MISSING else stored_size
+        message = f"{arrived} of its {size} bytes are in the store"
+        raise QrlError(f"{name} did not arrive whole ({message}): run the step again.")
 
 
-def _place(address: str) -> Path:
+def _folder(address: str) -> Path:
     return (FOLDER / sha256(address.rstrip("/").encode()).hexdigest()[:16]).resolve()
 
 
-def _make_space(place: Path, size: int) -> None:
+def _make_space(needed_by: Path, size: int) -> None:
     """Delete the least recently used until few are kept and `size` bytes fit; one that a process uses stays."""
-    with FileLock(place.parent / ".space.lock"):
-        for path in place.parent.glob(f".*{_DELETED}"):
+    with FileLock(needed_by.parent / ".space.lock"):
+        for path in needed_by.parent.glob(f".*{_DELETED}"):
             shutil.rmtree(path, ignore_errors=True)
-        kept = [path for path in place.parent.iterdir() if path.is_dir() and path.name[0] != "."]  # not one that comes
-        left = len(kept)
-        for path in sorted(kept, key=lambda path: path.stat().st_mtime):
-            if path != place and (left >= MOST or free_bytes(place) < size):
-                left -= _delete_unused(path)
-    need(place, size, f"A model of the store, to be fetched to {place.parent},")
+        # Hidden names are of downloads that have not finished.
+        models = [path for path in needed_by.parent.iterdir() if path.is_dir() and not path.name.startswith(".")]
+        count = len(models)
+        for path in sorted(models, key=lambda path: path.stat().st_mtime):
+            has_room = count < MAX_KEPT and free_bytes(needed_by) >= size
+            if path != needed_by and not has_room:
+                count -= _delete_unused(path)
+    need(needed_by, size, f"A model of the store, to be fetched to {needed_by.parent},")
 
 
 def _delete_unused(path: Path) -> bool:
@@ -121,7 +138,7 @@ def _delete_unused(path: Path) -> bool:
         descriptor = os.open(path, os.O_RDONLY)
         stack.callback(os.close, descriptor)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError where a process uses it
-        gone = path.rename(path.with_name(f".{path.name}{_DELETED}"))
-        shutil.rmtree(gone, ignore_errors=True)
+        hidden = path.rename(path.with_name(f".{path.name}{_DELETED}"))  # at once: what a kill leaves is no model
+        shutil.rmtree(hidden, ignore_errors=True)
         return True
     return False

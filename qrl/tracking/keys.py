@@ -31,10 +31,17 @@ PARTS: dict[str, dict[str, str]] = {}  # of the keys that this process made, to 
 
 def pins() -> dict[str, str]:
     """Return package → release that the core environment pins; empty without a checkout."""
-    dependencies = yaml.safe_load(CORE.read_text())["dependencies"] if CORE.is_file() else []
-    lines = next((part["pip"] for part in dependencies if isinstance(part, dict)), [])
-    pinned = (line.split(";")[0].strip().split("==") for line in lines)
-    return {package: release for package, *releases in pinned for release in releases}
+    if not CORE.is_file():
+        return {}
+    dependencies = yaml.safe_load(CORE.read_text())["dependencies"]
+    pip_lines = next((part["pip"] for part in dependencies if isinstance(part, dict)), [])
+    releases = {}
+    for line in pip_lines:
+        requirement = line.split(";")[0].strip()  # without markers
+        package, equals, release = requirement.partition("==")
+        if equals:
+            releases[package] = release
+    return releases
 
 
 def trained(
@@ -51,10 +58,11 @@ def trained(
     Args:
         teacher: digest of the checkpoint that `train.teacher` names: its address may come to hold another model.
         processes: number of processes that train together; how they share a batch changes the result.
-        group_size: of the base, as `groups.of` returns it. Only formats of train.qat that have groups depend on it, and
-            the keys of earlier results, in groups of 128, stay.
+        group_size: of the base, as `groups.of` returns it. Only formats of train.qat that have groups depend on it.
     """
-    inputs = {"base": base} | ({"teacher": teacher} if teacher else {})
+    inputs = {"base": base}
+    if teacher:
+        inputs["teacher"] = teacher
     if recipe.train.qat_calibration != choices.TASK:
         inputs["qat_calibration"] = process.file_digest(recipe.train.qat_calibration)
     if recipe.train.qat in names.GROUPED_FORMATS and group_size != groups.USUAL:
@@ -64,8 +72,8 @@ def trained(
     environment = VLLM[device] if recipe.rollout.engine == "vllm" else CORE
     if recipe.train.trainer == "verl":
         environment = VERL
-    where = device if processes == 1 else f"{device} x {processes}"
-    return _key("train", recipe, ("train", "rollout", "watch"), inputs, where, environment)
+    devices = device if processes == 1 else f"{device} x {processes}"
+    return _key("train", recipe, ("train", "rollout", "watch"), inputs, devices, environment)
 
 
 def quantized(recipe: Recipe, scheme: str, model: str, device: str, *, group_size: int = groups.USUAL) -> str:
@@ -75,11 +83,12 @@ def quantized(recipe: Recipe, scheme: str, model: str, device: str, *, group_siz
     have one key.
     """
     settings = choices.of(scheme, recipe.quantize, recipe.seed).with_groups(group_size)
-    texts = settings.calibration
-    if texts not in (None, choices.TASK, choices.ROLLOUTS):
-        texts = process.file_digest(texts)
-    sections = ("evaluate",) if texts == choices.ROLLOUTS else ()  # which says how the policy answers
-    inputs = {"model": model, **{key: str(value) for key, value in settings.covered().items()}, "texts": str(texts)}
+    calibration = settings.calibration
+    if calibration not in (None, choices.TASK, choices.ROLLOUTS):
+        calibration = process.file_digest(calibration)
+    sections = ("evaluate",) if calibration == choices.ROLLOUTS else ()  # which says how the policy answers
+    covered = {key: str(value) for key, value in settings.covered().items()}
+    inputs = {"model": model, **covered, "texts": str(calibration)}
     recipe = recipe.model_copy(update={"seed": settings.seed})  # the recipe's own has no other part in it
     return _key("quantize", recipe, sections, inputs, device, ENVIRONMENTS.get(scheme, CORE), judging=False)
 
@@ -136,9 +145,9 @@ def _key(
     parts |= _of_files(recipe, sections)
     files = sources.digests(step)
     content = "".join(f"{name}\0{digest}\0" for name, digest in files.items())
-    whole = parts | {"sources": hashlib.sha256(content.encode()).hexdigest()}
-    key = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
-    PARTS[key] = whole | {f"{SOURCE}{name}": digest for name, digest in files.items()}
+    parts["sources"] = hashlib.sha256(content.encode()).hexdigest()
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+    PARTS[key] = parts | {f"{SOURCE}{name}": digest for name, digest in files.items()}
     return key
 
 
@@ -147,7 +156,8 @@ def _of_files(recipe: Recipe, sections: tuple[str, ...]) -> dict[str, str]:
 
     They replace the settings of the same names.
     """
-    rewards, parts = recipe.train.rewards if "train" in sections else (), {}
+    rewards = recipe.train.rewards if "train" in sections else ()
+    parts = {}
     if own.is_file(recipe.task):
         parts["task"] = Path(recipe.task).name
     if own.files("", rewards):
@@ -160,8 +170,8 @@ def _of_files(recipe: Recipe, sections: tuple[str, ...]) -> dict[str, str]:
 @cache
 def _data_digest(folder: str | None) -> str:
     """Return the sha256 over a data folder's files; of nothing if questions are generated or from the hub."""
-    total = hashlib.sha256()
+    content = hashlib.sha256()
     if folder:
         for path in rows.files(Path(folder)):
-            total.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
-    return total.hexdigest()
+            content.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes())
+    return content.hexdigest()

@@ -29,13 +29,18 @@ def line(model_uri: str) -> list[Ancestor]:
     """
     addresses: dict[str, str] = {}
     for model, run in _chain(model_uri):
-        digest, parent = model.params.get("digest", ""), model.params.get("parent", "")
+        digest = model.params.get("digest", "")
         addresses[digest] = model.params.get("source", "") or addresses.get(digest, "")
-        if parent:
-            addresses[parent] = run.data.params.get("model", "") if _step(run) in ("train", "merge") else ""
-    return [
-        Ancestor(digest, "" if address.startswith("models:/") else address) for digest, address in addresses.items()
-    ]
+        parent_digest = model.params.get("parent", "")
+        if parent_digest:
+            starts_from_base = _step(run) in ("train", "merge")
+            addresses[parent_digest] = run.data.params.get("model", "") if starts_from_base else ""
+
+    line = []
+    for digest, address in addresses.items():
+        is_in_store = address.startswith("models:/")  # then it leads to no folder and no hub id
+        line.append(Ancestor(digest, "" if is_in_store else address))
+    return line
 
 
 def training_seed(model_uri: str) -> int | None:
@@ -50,8 +55,8 @@ def training_seed(model_uri: str) -> int | None:
 def kept(model_uri: str) -> tuple[str, Kept] | None:
     """Return what a model's weights keep of their training's update, and the step that stored it: train or merge.
 
-    It is None for weights that no such step of this store made. Quantized weights are asked for what they were made
-    from. `model_uri` is "models:/m-…".
+    It is None for weights that no such step of this store made. For quantized weights, it is what the weights before
+    quantization keep. `model_uri` is "models:/m-…".
     """
     for model in _models(model_uri):
         run = mlflow.get_run(str(model.source_run_id))
@@ -100,5 +105,5 @@ def _parent(model: LoggedModel) -> LoggedModel | None:
         return None
     query = f"tags.`{names.TAG_DIGEST}` = '{digest}'"
     logged = mlflow.search_logged_models([model.experiment_id], query, output_format="list")
-    parents = [other for other in logged if other.source_run_id and other.model_id != model.model_id]
+    parents = [parent for parent in logged if parent.source_run_id and parent.model_id != model.model_id]
     return min(parents, key=lambda parent: parent.creation_timestamp, default=None)

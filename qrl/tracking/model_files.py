@@ -40,9 +40,11 @@ def write(source: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: b
         BadInput: the store's disk lacks the space for a copy.
     """
     names = _names(source)
-    if target := local(model.artifact_location):
-        there = next(path for path in target.parents if path.exists())
-        if not link or there.stat().st_dev != source.stat().st_dev:
+    target = local(model.artifact_location)
+    if target:
+        existing = next(path for path in target.parents if path.exists())
+        is_other_disk = existing.stat().st_dev != source.stat().st_dev
+        if not link or is_other_disk:
             need(target, sum((source / name).stat().st_size for name in names), "A copy of the model in the store")
         with written_whole(target) as partial:  # replaces the empty folder that MLflow may have made
             for name in names:
@@ -64,7 +66,8 @@ def write(source: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: b
 
 def discard(model: LoggedModel) -> None:
     """Mark a half-made model FAILED and remove its files."""
-    if target := local(model.artifact_location):
+    target = local(model.artifact_location)
+    if target:
         for folder in (target, *partials(target)):
             shutil.rmtree(folder, ignore_errors=True)
     mlflow.finalize_logged_model(model.model_id, "FAILED")

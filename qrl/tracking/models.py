@@ -27,7 +27,7 @@ def log_checkpoint(
     move: bool,
     metadata: Mapping[str, Any] | None = None,
 ) -> tuple[str, Path]:
-    """Log a checkpoint folder as a model of the active run, whose end discards it (`abandon`) if this was interrupted.
+    """Log a checkpoint folder as a model of the active run; the run's end discards it (`abandon`) if it is half-made.
 
     Args:
         path: a folder that `checkpoint.check` accepts.
@@ -51,10 +51,11 @@ def log_checkpoint(
     )
     mlflow.log_outputs(models=[LoggedModelOutput(model.model_id, step=0)])
     stored = model_files.write(path, model, facts, link=move)
-    if (written := checkpoint.digest(stored)) != digest:
+    stored_digest = checkpoint.digest(stored)
+    if stored_digest != digest:
         raise QrlError(
             f"The checkpoint {path} changed while it was logged: its digest was {digest[:12]}, now it is "
-            f"{written[:12]}. Run the step again."
+            f"{stored_digest[:12]}. Run the step again."
         )
     mlflow.finalize_logged_model(model.model_id, "READY")
     return f"models:/{model.model_id}", stored
@@ -78,13 +79,15 @@ def local_path(model_uri: str, digest: str = "") -> Path:
     """
     try:
         address = str(ModelsArtifactRepository.get_underlying_uri(model_uri))
-        logged = digest or (params(model_uri).get("digest", "") if model_uri.startswith("models:/m-") else "")
+        if not digest and model_uri.startswith("models:/m-"):
+            digest = params(model_uri).get("digest", "")
     except mlflow.MlflowException as error:
         raise BadInput(
             f"There is no model '{model_uri}' in {mlflow.get_tracking_uri()} ({first_line(error).rstrip('.')}): "
             "give one that `mlflow ui` shows."
         ) from None
-    path = folder / "model" if (folder := local(address)) else fetched.get(address, logged)
+    artifacts = local(address)
+    path = artifacts / "model" if artifacts else fetched.get(address, digest)
     if not (path / "config.json").is_file():
         raise QrlError(f"The model {model_uri} holds no checkpoint at {path}: log it again with the step that made it.")
     return path
@@ -95,17 +98,22 @@ def find(digest: str, chat: str = "{}") -> str | None:
 
     `chat` is `chat.template_kwargs` as JSON, with which MLflow's flavor of the model renders chats.
     """
-    ready = [model for model in _ready(**{names.TAG_DIGEST: digest}) if model.params.get(CHAT, "{}") == chat]
-    return next((uri for model in ready if holds(uri := f"models:/{model.model_id}", digest)), None)
+    for model in _finished({names.TAG_DIGEST: digest}):
+        uri = f"models:/{model.model_id}"
+        if model.params.get(CHAT, "{}") == chat and holds(uri, digest):
+            return uri
+    return None
 
 
 def child(parent: str, variant: str, scheme: str) -> str | None:
     """Return the address of a model in the active experiment made from the checkpoint with digest `parent`, or None."""
-    ready = _ready(**{names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme})
-    return next((f"models:/{model.model_id}" for model in ready if model.params.get("parent") == parent), None)
+    for model in _finished({names.TAG_VARIANT: variant, names.TAG_SCHEME: scheme}):
+        if model.params.get("parent") == parent:
+            return f"models:/{model.model_id}"
+    return None
 
 
-def _ready(**tags: str) -> Iterator[LoggedModel]:
+def _finished(tags: Mapping[str, str]) -> Iterator[LoggedModel]:
     """Yield the finished models of the active experiment that have these tags."""
     query = " AND ".join(f"tags.`{key}` = '{value}'" for key, value in tags.items())
     models = mlflow.search_logged_models(filter_string=query, output_format="list")
@@ -124,10 +132,13 @@ def holds(model_uri: str, digest: str) -> bool:
     """
     try:
         model = mlflow.get_logged_model(id_of(model_uri))
-        folder = local(model.artifact_location)
-        if folder is None or str(model.status) != "READY":
-            return str(model.status) == "READY"
-        return _digest(folder / "model", tuple(checkpoint.state(folder / "model"))) == digest
+        if str(model.status) != "READY":
+            return False
+        artifacts = local(model.artifact_location)
+        if artifacts is None:
+            return True
+        folder = artifacts / "model"
+        return _digest(folder, tuple(checkpoint.state(folder))) == digest
     except (BadInput, OSError, mlflow.MlflowException):
         return False
 
@@ -140,7 +151,7 @@ def _digest(folder: Path, _state: tuple) -> str:
 
 def abandon(run_id: str) -> None:
     """Discard the models that a run left half-made."""
-    experiment, query = mlflow.get_run(run_id).info.experiment_id, f"source_run_id = '{run_id}'"
-    for model in mlflow.search_logged_models([experiment], query, output_format="list"):
+    experiment = mlflow.get_run(run_id).info.experiment_id
+    for model in mlflow.search_logged_models([experiment], f"source_run_id = '{run_id}'", output_format="list"):
         if str(model.status) == "PENDING":
             model_files.discard(model)

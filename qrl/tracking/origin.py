@@ -29,9 +29,12 @@ class Origin:
 
     def edited(self, values: Mapping[str, str]) -> list[str]:
         """Return the user's files in settings that differ from those which the run read; one that is gone does not."""
-        named = own.files(values.get("task", ""), values.get("train.rewards", "").split(","))
-        there = [path for path in named if os.path.isfile(path)]  # a step that needs one that is gone refuses itself
-        return [path for path in there if own.read(path) and own.label(path) not in self.files]
+        edited = []
+        for path in own.files(values.get("task", ""), values.get("train.rewards", "").split(",")):
+            is_present = os.path.isfile(path)  # a step that needs one that is gone refuses itself
+            if is_present and own.read(path) and own.label(path) not in self.files:
+                edited.append(path)
+        return edited
 
 
 def find(text: str) -> list[Origin]:
@@ -43,15 +46,15 @@ def find(text: str) -> list[Origin]:
     if not matches or not store.is_there():
         return []
     store.prepare()
-    made = {}
+    steps = {}
     for match in matches:
         try:
-            run = _step(match)
+            run = _step_of(match)
         except mlflow.MlflowException:
             continue
-        made[run.info.run_id] = run
-    newest = sorted(made.values(), key=lambda run: run.info.start_time, reverse=True)
-    origins = [_origin(run) for run in newest]
+        steps[run.info.run_id] = run
+    newest_first = sorted(steps.values(), key=lambda run: run.info.start_time, reverse=True)
+    origins = [_origin(run) for run in newest_first]
     return [origin for origin in origins if origin.values]
 
 
@@ -60,23 +63,24 @@ def _origin(run: Run) -> Origin:
     return Origin(run.info.run_id, run.data.tags.get(names.TAG_STEP, ""), values(run), files)
 
 
-def _step(match: re.Match) -> Run:
+def _step_of(match: re.Match) -> Run:
+    """Return the step's run that made what an address names: a model, a version, a run or a cell's run."""
     model, name, number, run_id = match.groups()
     if name:
         run_id = mlflow.MlflowClient().get_model_version(name, number).run_id
     elif model:
         run_id = mlflow.get_logged_model(model).source_run_id
     run = mlflow.get_run(run_id or "")  # a model that no run made is nowhere to be found
-    while "seed" not in run.data.params and (parent := run.data.tags.get(runs.PARENT)):  # a cell's, below its step
-        run = mlflow.get_run(parent)
+    while "seed" not in run.data.params and runs.PARENT in run.data.tags:  # a cell's run, below its step's
+        run = mlflow.get_run(run.data.tags[runs.PARENT])
     return run
 
 
 def values(run: Run) -> dict[str, str]:
-    """Return the recipe that a run recorded, its params before its file; of an older run, the part among its params."""
-    whole = {key: text for key, text in run.data.params.items() if len(text) < MAX_PARAM_VAL_LENGTH}  # MLflow cuts them
+    """Return the recipe that a run recorded, its params before its file; without the file, the part in its params."""
+    params = run.data.params
+    uncut = {key: text for key, text in params.items() if len(text) < MAX_PARAM_VAL_LENGTH}  # MLflow cuts longer ones
     try:
-        return recipe.stored(Path(contents.artifact(run.info.run_id, names.RECIPE)), whole).flat()
+        return recipe.stored(Path(contents.artifact(run.info.run_id, names.RECIPE)), uncut).flat()
     except BadInput:
-        known = {recipe.RENAMED.get(key, key): value for key, value in run.data.params.items()}
-        return {key: value for key, value in known.items() if key in recipe.fields()}
+        return {key: value for key, value in params.items() if key in recipe.fields()}

@@ -14,16 +14,21 @@ from mlflow.tracking.fluent import _get_experiment_id
 
 from qrl import names
 from qrl.errors import first_line
-from qrl.tracking import contents, model_files, models, runs, signals, store
+from qrl.tracking import contents, dead_runs, model_files, models, owners, runs, signals
 
 NOT_BEGUN = "Its process ended before it began: it was killed, or its environment is broken; see the output above."
 _MANAGER = "mlflow.project.env"
+_LAST_OWN_CODE = 128  # a higher exit code is a signal's
 
 
 def open_child(parent: str, name: str) -> str:
     """Open a run for a step to join, below the parent if there is one; return its id, known before the step begins."""
-    experiment = runs.opened(parent).info.experiment_id if parent else _get_experiment_id() or "0"
-    tags = {names.TAG_PID: signals.identity()} | ({runs.PARENT: parent} if parent else {})
+    tags = {names.TAG_PID: owners.this_process()}
+    if parent:
+        experiment = runs.opened(parent).info.experiment_id
+        tags[runs.PARENT] = parent
+    else:
+        experiment = _get_experiment_id() or "0"
     return mlflow.MlflowClient().create_run(experiment, tags=tags, run_name=name).info.run_id
 
 
@@ -41,13 +46,15 @@ def environment(folder: Path) -> Path:
 
 def is_built(folder: Path, package: str) -> bool:
     """Return whether a project's environment holds its package, and no build of it was killed."""
-    place = environment(folder)
-    return not _unfinished(place).exists() and any(place.glob(f"lib/python*/site-packages/{package}"))
+    environment_folder = environment(folder)
+    if _unfinished(environment_folder).exists():
+        return False
+    return any(environment_folder.glob(f"lib/python*/site-packages/{package}"))
 
 
-def _unfinished(place: Path) -> Path:
+def _unfinished(environment_folder: Path) -> Path:
     """Return the file that says, from before the first package to after the last, that an environment is incomplete."""
-    return place.with_name(f"{place.name}.unfinished")
+    return environment_folder.with_name(f"{environment_folder.name}.unfinished")
 
 
 def build(folder: str, manager: Literal["uv", "virtualenv"], package: str) -> None:
@@ -69,23 +76,23 @@ def build(folder: str, manager: Literal["uv", "virtualenv"], package: str) -> No
     os.nice(10)  # what runs meanwhile has precedence
     logging.getLogger("mlflow").setLevel(logging.ERROR)  # the installer says what is wrong, and should say it last
     project = Path(folder)
-    place = environment(project)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{place}.lock"):  # of two first studies at once, one builds
+    environment_folder = environment(project)
+    environment_folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{environment_folder}.lock"):  # of two first studies at once, one builds
         if is_built(project, package):
             return
-        shutil.rmtree(place, ignore_errors=True)  # a build that was killed
-        _unfinished(place).touch()
+        shutil.rmtree(environment_folder, ignore_errors=True)  # a build that was killed
+        _unfinished(environment_folder).touch()
         try:
-            virtualenv._create_virtualenv(project, _python(project), place, env_manager=manager)
+            virtualenv._create_virtualenv(project, _python(project), environment_folder, env_manager=manager)
         except ShellCommandException:
             raise SystemExit(1) from None
         except BaseException:
             signals.kill_children()  # the installer, which MLflow leaves behind
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(environment_folder, ignore_errors=True)
             raise
-        subprocess.run([place / "bin" / "python", "-c", f"import {package}"], check=False)
-        _unfinished(place).unlink()
+        subprocess.run([environment_folder / "bin" / "python", "-c", f"import {package}"], check=False)
+        _unfinished(environment_folder).unlink()
 
 
 def _python(folder: Path):
@@ -111,34 +118,40 @@ def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
 
 def _marked_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
     client = mlflow.MlflowClient()
-    signals.left_by(run_id)  # forgets the step's note: `error` says why
+    signals.left_by(run_id)  # forgets the step's note: `error` says the reason
     run = client.get_run(run_id)
-    finished = names.SECONDS in run.data.metrics
-    if not finished and names.TAG_REASON not in run.data.tags:  # the signal came before the step could write it
-        reason, code = str(error) or "Stopped by Ctrl-C.", str(signals.exit_code(error))
-        if store.TAG_JOB not in run.data.tags:  # else the cluster knows why
-            contents.tag_run(run_id, {names.TAG_REASON: reason, names.TAG_EXIT_CODE: code})
-    elif not finished and int(run.data.tags.get(names.TAG_EXIT_CODE, 1)) <= 128:
+    reason = str(error) or "Stopped by Ctrl-C."
+    is_job = dead_runs.TAG_JOB in run.data.tags  # then the cluster knows the reason
+    if names.SECONDS in run.data.metrics:
+        client.set_terminated(run_id, "FINISHED")
+        return True
+
+    if names.TAG_REASON not in run.data.tags:  # the signal came before the step could write it
+        if not is_job:
+            tags = {names.TAG_REASON: reason, names.TAG_EXIT_CODE: str(signals.exit_code(error))}
+            contents.tag_run(run_id, tags)
+    elif int(run.data.tags.get(names.TAG_EXIT_CODE, 1)) <= _LAST_OWN_CODE:
         return False  # it had failed by itself
-    client.set_terminated(run_id, "FINISHED" if finished else "KILLED")
-    if not finished and store.TAG_JOB not in run.data.tags:  # the step may have been ended where it stood
+    client.set_terminated(run_id, "KILLED")
+    if not is_job:  # the step may have been ended at once, with its cells
         models.abandon(run_id)
-        _end_below(run_id, str(error) or "Stopped by Ctrl-C.")
-    return finished
+        _end_below(run_id, reason)
+    return False
 
 
 def _end_below(run_id: str, reason: str) -> None:
-    for run in store.running(f" and tags.`{runs.PARENT}` = '{run_id}'"):
-        store.end_dead(run.info, reason=reason)
+    for run in contents.find_runs(f"tags.`{runs.PARENT}` = '{run_id}'"):
+        dead_runs.end_run(run.info, reason=reason)
         _end_below(run.info.run_id, reason)
 
 
 def failure(run_id: str) -> tuple[str, int | None]:
     """Return the reason that a failed step left in its run, and its exit code: None if it left no report.
 
-    MLflow calls all of them FAILED. One that a gate refused becomes FINISHED, and one whose process died KILLED.
+    MLflow calls all of them FAILED. One that a gate refused becomes FINISHED, and one with a dead process KILLED.
     """
-    if stopped := signals.left_by(run_id):
+    stopped = signals.left_by(run_id)
+    if stopped:
         mark_stopped(run_id, stopped)
     run = mlflow.get_run(run_id)
     tags = run.data.tags
@@ -149,9 +162,9 @@ def failure(run_id: str) -> tuple[str, int | None]:
     if names.TAG_STEP not in tags:
         contents.tag_run(run_id, {names.TAG_REASON: NOT_BEGUN})
         return NOT_BEGUN, None
-    store.end_dead(run.info)
-    store.sweep()  # its cells
-    return store.DIED, None
+    dead_runs.end_run(run.info)
+    dead_runs.sweep()  # its cells
+    return dead_runs.DIED, None
 
 
 def artifact_place(run_id: str) -> str:
@@ -160,4 +173,6 @@ def artifact_place(run_id: str) -> str:
     path = model_files.local(uri)
     if path is None:
         return str(uri)
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return str(path)

@@ -16,7 +16,7 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 if TYPE_CHECKING:
     import pandas
 
-LONGEST = 512  # tokens of an answer, unless `max_tokens` says otherwise
+DEFAULT_MAX_TOKENS = 512  # of an answer, unless `max_tokens` says otherwise
 ROLES = ("system", "developer", "user", "assistant", "tool")
 HONOURED = ("messages", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 
@@ -45,35 +45,59 @@ class Chat:
         return [self._answer({**(params or {}), **row}) for row in rows]
 
     def _answer(self, row: dict[str, Any]) -> dict:
-        asked = {key: value for key, value in row.items() if value is not None and not _is_nan(value)}
-        if unknown := sorted(asked.keys() - set(HONOURED)):
+        fields = {key: value for key, value in row.items() if value is not None and not _is_nan(value)}
+        unknown = sorted(fields.keys() - set(HONOURED))
+        if unknown:
             raise _wrong(f"`{unknown[0]}` is not honoured by pyfunc: leave it out, or serve the model with qrl")
-        pipeline, messages = self._wrapped.pipeline, list(asked["messages"])
+        messages = list(fields["messages"])
         if not messages or any(message["role"] not in ROLES for message in messages):
             raise _wrong(f"`messages` is empty or has another role than {', '.join(ROLES)}")
-        prompt = pipeline.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        n, window = len(prompt["input_ids"]), getattr(pipeline.model.config, "max_position_embeddings", 2048)
-        if n >= window:
-            raise _wrong(f"The model's window is {window} tokens, and the prompt has {n}: shorten it")
-        longest = asked.get("max_tokens", min(LONGEST, window - n))
-        if not 0 < longest <= window - n:
-            raise _wrong(f"`max_tokens` is {longest}, but after this prompt it can be 1 to {window - n}")
-        temperature = asked.get("temperature", 0.0)
-        if not 0 <= temperature <= 2:
-            raise _wrong(f"`temperature` is {temperature}: expected 0 to 2")
-        sampling = {key: asked[key] for key in ("top_p", "top_k") if key in asked}
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0, **sampling} if temperature else {}
-        if "seed" in asked:
+        max_tokens = self._max_tokens(messages, fields.get("max_tokens"))
+        sampling = _sampling(fields)
+        if "seed" in fields:
             import torch  # takes seconds, and whoever only stores or lists models needs none
 
-            torch.manual_seed(asked["seed"])
-        stops = list(asked.get("stop", ()))
-        body = {"messages": messages, "max_tokens": longest} | ({"stop": stops} if stops else {})
-        (answer,) = self._wrapped.predict(body, how)
-        message = answer["choices"][0]["message"]  # MLflow leaves the stop sequence in
-        ends = [at for word in stops if (at := message["content"].find(word)) >= 0]
-        message["content"] = message["content"][: min(ends, default=None)]
+            torch.manual_seed(fields["seed"])
+        body = {"messages": messages, "max_tokens": max_tokens}
+        stops = list(fields.get("stop", ()))
+        if stops:
+            body["stop"] = stops
+        (answer,) = self._wrapped.predict(body, sampling)
+        message = answer["choices"][0]["message"]
+        message["content"] = _cut(message["content"], stops)  # MLflow leaves the stop sequence in
         return answer
+
+    def _max_tokens(self, messages: list[dict], requested: int | None) -> int:
+        """Return the limit of an answer's tokens; raise MlflowException if the window has no room for it."""
+        pipeline = self._wrapped.pipeline
+        prompt = pipeline.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        n = len(prompt["input_ids"])
+        window = getattr(pipeline.model.config, "max_position_embeddings", 2048)
+        room = window - n
+        if room <= 0:
+            raise _wrong(f"The model's window is {window} tokens, and the prompt has {n}: shorten it")
+        max_tokens = min(DEFAULT_MAX_TOKENS, room) if requested is None else requested
+        if not 0 < max_tokens <= room:
+            raise _wrong(f"`max_tokens` is {max_tokens}, but after this prompt it can be 1 to {room}")
+        return max_tokens
+
+
+def _sampling(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings to sample with; empty for greedy answers."""
+    temperature = fields.get("temperature", 0.0)
+    if not 0 <= temperature <= 2:
+        raise _wrong(f"`temperature` is {temperature}: expected 0 to 2")
+    if not temperature:
+        return {}
+    chosen = {key: fields[key] for key in ("top_p", "top_k") if key in fields}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, **chosen}
+
+
+def _cut(content: str, stops: list[str]) -> str:
+    """Return a text up to the first of the stop sequences."""
+    positions = [content.find(stop) for stop in stops]
+    found = [position for position in positions if position >= 0]
+    return content[: min(found, default=len(content))]
 
 
 def _is_nan(value: object) -> bool:

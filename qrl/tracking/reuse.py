@@ -19,12 +19,13 @@ from qrl.errors import QrlError
 from qrl.files import reading
 from qrl.tracking import contents, keys, models
 
-_OUTPUTS, _EVIDENCE = "outputs.json", "evidence"
+_OUTPUTS = "outputs.json"
+_EVIDENCE = "evidence"  # the parameter that seals a cell's rows
 _NEWEST_FIRST = ["attributes.start_time DESC"]
 _DIGEST = re.compile(r"[0-9a-f]{32,64}")  # of contents, or a run's id
 _FILES_NAMED = 3
 _BASE = f"{keys.INPUT}base"
-_SAME = ("task", f"{keys.INPUT}variant", f"{keys.INPUT}scheme")  # parts that name a result
+_NAMING = ("task", f"{keys.INPUT}variant", f"{keys.INPUT}scheme")  # parts that name a result
 _UNREADABLE = (mlflow.MlflowException, OSError, ValueError, TypeError)  # what reading a record may raise
 
 
@@ -39,61 +40,79 @@ class Outputs:
 
 def find(step: str, key: str) -> Run | None:
     """Return the newest finished run with this key in the active experiment, or None if its outputs are not intact."""
-    for most in (1, 100):  # those before the newest are loaded only if that one is damaged
-        query = f" and tags.`{names.TAG_CACHE_KEY}` = '{key}'"
-        runs = _finished(step, query, order_by=_NEWEST_FIRST, max_results=most)
-        if (intact := next((run for run in runs if _is_intact(run)), None)) or len(runs) < most:
-            return intact
+    condition = f" and tags.`{names.TAG_CACHE_KEY}` = '{key}'"
+    for limit in (1, 100):  # those before the newest are loaded only if that one is damaged
+        runs = _finished(step, condition, limit)
+        for run in runs:
+            if _is_intact(run):
+                return run
+        if len(runs) < limit:
+            return None
     return None
 
 
 def answered(key: str) -> list[Run]:
     """Return the runs of cells with these answers in the active experiment, newest first: finished, or void."""
     query = f"tags.`{names.TAG_STEP}` = 'evaluate' and tags.`{names.TAG_ANSWERS_KEY}` = '{key}'"
-    found = mlflow.search_runs(filter_string=query, output_format="list", order_by=_NEWEST_FIRST, max_results=20)
-    return [run for run in found if run.info.status in ("FINISHED", "FAILED")]
+    runs = mlflow.search_runs(filter_string=query, output_format="list", order_by=_NEWEST_FIRST, max_results=20)
+    return [run for run in runs if run.info.status in ("FINISHED", "FAILED")]
 
 
 def changes(step: str, key: str) -> list[str]:
-    """Return in words how a wanted result differs from the newest finished one; empty if there is none to compare.
+    """Return in words how a required result differs from the newest finished one; empty if there is none to compare.
 
     A result to compare has the same task, variant and scheme: another one is no earlier version of it.
-    Results that share more of the wanted inputs come first.
+    Results that share more of the required inputs come first.
     """
-    wanted, recorded = keys.PARTS.get(key, {}), []
-    for run in _finished(step, order_by=_NEWEST_FIRST, max_results=20):
+    required = keys.PARTS.get(key, {})
+    recorded = []
+    for run in _finished(step, limit=20):
         with suppress(*_UNREADABLE):
             recorded.append(_parts(run.info.artifact_uri))
 
-    def unlike(parts: dict[str, str]) -> int:
-        return sum(parts.get(name) != value for name, value in wanted.items() if name.startswith(keys.INPUT))
+    def differing_inputs(parts: dict[str, str]) -> int:
+        inputs = [name for name in required if name.startswith(keys.INPUT)]
+        return sum(parts.get(name) != required[name] for name in inputs)
 
-    alike = [parts for parts in recorded if parts and all(parts.get(name) == wanted.get(name) for name in _SAME)]
-    newest = min(alike, key=unlike, default=None)
-    return _differences(newest, wanted) if newest and wanted else []
+    comparable = [parts for parts in recorded if parts and _names_same_result(parts, required)]
+    nearest = min(comparable, key=differing_inputs, default=None)
+    if not (nearest and required):
+        return []
+    return _describe_differences(nearest, required)
 
 
-def _differences(before: dict[str, str], now: dict[str, str]) -> list[str]:
+def _names_same_result(parts: Mapping[str, str], required: Mapping[str, str]) -> bool:
+    return all(parts.get(name) == required.get(name) for name in _NAMING)
+
+
+def _describe_differences(recorded: dict[str, str], required: dict[str, str]) -> list[str]:
     """Return a phrase for each difference: `train.steps 16 → 20`, or `qrl/train/grpo.py changed`."""
-    if before.get(_BASE) != now.get(_BASE):  # another study: the rest does not matter
+    if recorded.get(_BASE) != required.get(_BASE):  # another study: the rest does not matter
         return [f"{_spoken(_BASE)} changed"]
-    phrases, files = [], []
-    for name in now | before:
-        old, new = before.get(name, ""), now.get(name, "")
+    phrases = []
+    changed_sources = []
+    for name in required | recorded:
+        old = recorded.get(name, "")
+        new = required.get(name, "")
         if old == new or name == "sources":
             continue
         if name.startswith(keys.SOURCE):
-            files.append(name)
+            changed_sources.append(name)
         elif _DIGEST.fullmatch(old or new):
             phrases.append(f"{_spoken(name)} changed")
         else:
             phrases.append(f"{_spoken(name)} {old or 'unset'} → {new or 'unset'}")
-    if not any(name.startswith(keys.SOURCE) for name in before):  # an earlier version's record: one digest of all
-        files = ["the sources"] if before.get("sources") != now.get("sources") else []
-    if files:
-        more = len(files) - _FILES_NAMED
-        phrases.append(f"{', '.join(files[:_FILES_NAMED])}{f' and {more} more sources' if more > 0 else ''} changed")
-    return list(dict.fromkeys(phrases)) or ["files of the last result are missing or were changed"]
+    if changed_sources:
+        phrases.append(_describe_sources(changed_sources))
+    unique_phrases = list(dict.fromkeys(phrases))
+    return unique_phrases or ["files of the last result are missing or were changed"]
+
+
+def _describe_sources(changed: list[str]) -> str:
+    listed = ", ".join(changed[:_FILES_NAMED])
+    if len(changed) > _FILES_NAMED:
+        listed += f" and {len(changed) - _FILES_NAMED} more sources"
+    return f"{listed} changed"
 
 
 def _spoken(part: str) -> str:
@@ -101,9 +120,10 @@ def _spoken(part: str) -> str:
     return "cells" if name.isdecimal() else name
 
 
-def _finished(step: str, more: str = "", **how: Any) -> list[Run]:
-    query = f"attributes.status = 'FINISHED' and tags.`{names.TAG_STEP}` = '{step}'{more}"
-    return mlflow.search_runs(filter_string=query, output_format="list", **how)
+def _finished(step: str, condition: str = "", limit: int = 100) -> list[Run]:
+    """Return the finished runs of a step in the active experiment, newest first."""
+    query = f"attributes.status = 'FINISHED' and tags.`{names.TAG_STEP}` = '{step}'{condition}"
+    return mlflow.search_runs(filter_string=query, output_format="list", order_by=_NEWEST_FIRST, max_results=limit)
 
 
 def record_outputs(*, models: dict | None = None, artifacts: list | None = None, values: dict | None = None) -> None:
@@ -116,8 +136,9 @@ def record_outputs(*, models: dict | None = None, artifacts: list | None = None,
     """
     run = mlflow.get_run(contents.active_id())
     outputs = Outputs(models or {}, artifacts or [], values or {})
-    sizes = {place: _sizes(_address(run, place)) for place in (*outputs.models.values(), *outputs.artifacts)}
-    digests = {place: _digests(_address(run, place)) for place in outputs.artifacts}
+    names_of_outputs = (*outputs.models.values(), *outputs.artifacts)
+    sizes = {output: _sizes(_address(run, output)) for output in names_of_outputs}
+    digests = {output: _digests(_address(run, output)) for output in outputs.artifacts}
     parts = keys.PARTS.get(run.data.tags.get(names.TAG_CACHE_KEY, ""), {})
     document = {**vars(outputs), "sizes": sizes, "digests": digests, "parts": parts}
     mlflow.log_dict(document, _OUTPUTS)
@@ -132,23 +153,20 @@ def seal(rows: Path, facts: Mapping[str, object]) -> None:
 
 
 def sealed(run: Run) -> dict[str, Any]:
-    """Return what `seal` recorded in a run; of an earlier version's run, the digest of its rows in outputs.json.
-
-    Returns:
-        `rows`, and the facts if there are; empty for a run without either record.
+    """Return what `seal` recorded in a run: `rows` and the facts; empty for a run without this record.
 
     Raises:
         QrlError: the record cannot be read.
     """
-    if text := run.data.params.get(_EVIDENCE):
-        with suppress(ValueError):
-            if isinstance(facts := reading.parsed(text), dict):
-                return facts
-        wrong = f"The parameter {_EVIDENCE} of run {run.info.run_id} cannot be read"
-        raise QrlError(f"{wrong}, so the database was edited: evaluate the cell again.")
-    with suppress(*_UNREADABLE, KeyError):
-        return {"rows": _document(run)["digests"][names.QUESTIONS][names.QUESTIONS]}
-    return {}
+    text = run.data.params.get(_EVIDENCE)
+    if not text:
+        return {}
+    with suppress(ValueError):
+        evidence = reading.parsed(text)
+        if isinstance(evidence, dict):
+            return evidence
+    message = f"The parameter {_EVIDENCE} of run {run.info.run_id} cannot be read"
+    raise QrlError(f"{message}, so the database was edited: evaluate the cell again.")
 
 
 def outputs(run: Run) -> Outputs:
@@ -158,14 +176,17 @@ def outputs(run: Run) -> Outputs:
 
 
 def _is_intact(run: Run) -> bool:
-    """Whether every recorded file is there with its size, and weights and artifacts with their digests."""
+    """Return whether every recorded file is there with its size, and weights and artifacts with their digests."""
     try:
         document = _document(run)
-        return (
-            all(sizes and _sizes(_address(run, place)) == sizes for place, sizes in document["sizes"].items())
-            and all(_digests(_address(run, place)) == digests for place, digests in document.get("digests", {}).items())
-            and all(models.holds(uri, document["values"].get("digest")) for uri in document["models"].values())
-        )
+        for output, sizes in document["sizes"].items():
+            if not sizes or _sizes(_address(run, output)) != sizes:
+                return False
+        for output, digests in document["digests"].items():
+            if _digests(_address(run, output)) != digests:
+                return False
+        digest = document["values"].get("digest")
+        return all(models.holds(uri, digest) for uri in document["models"].values())
     except (*_UNREADABLE, KeyError):
         return False  # what cannot be read cannot be reused
 
@@ -174,25 +195,29 @@ def _document(run: Run) -> dict:
     return reading.parsed(load_text(f"{run.info.artifact_uri}/{_OUTPUTS}"))
 
 
-@cache  # a study of many cells asks for each, and a finished step's record never changes
-def _parts(place: str) -> dict[str, str] | None:
+@cache  # a study reads it once a cell, and a finished step's record never changes
+def _parts(artifacts: str) -> dict[str, str] | None:
     """Return the parts of a finished step's key, by the address of its artifacts."""
-    return reading.parsed(load_text(f"{place}/{_OUTPUTS}")).get("parts")
+    return reading.parsed(load_text(f"{artifacts}/{_OUTPUTS}")).get("parts")
 
 
-def _address(run: Run, place: str) -> str:
-    return place if place.startswith("models:/") else f"{run.info.artifact_uri}/{place}"
+def _address(run: Run, output: str) -> str:
+    """Return the address of a step's output: a model's own, or that of an artifact of the run."""
+    if output.startswith("models:/"):
+        return output
+    return f"{run.info.artifact_uri}/{output}"
 
 
 def _sizes(address: str) -> dict[str, int | None]:
     """Return path below the address → bytes, for every file except MLflow's own note of a download."""
-    parent, _, name = address.rpartition("/")
-    siblings = [] if address.startswith("models:/") else get_artifact_repository(parent).list_artifacts(None)
-    for info in siblings:
-        if Path(info.path).name == name and not info.is_dir:
-            return {name: info.file_size}
+    if not address.startswith("models:/"):  # an artifact may be a file, which only its folder lists
+        parent, _, name = address.rpartition("/")
+        for info in get_artifact_repository(parent).list_artifacts(None):
+            if Path(info.path).name == name and not info.is_dir:
+                return {name: info.file_size}
     repository = get_artifact_repository(address)
-    pending, sizes = repository.list_artifacts(None), {}
+    pending = repository.list_artifacts(None)
+    sizes = {}
     while pending:
         info = pending.pop()
         if info.is_dir:
@@ -204,8 +229,8 @@ def _sizes(address: str) -> dict[str, int | None]:
 
 def _digests(address: str) -> dict[str, str]:
     """Return path below the address → sha256, for every file of a local artifact; nothing for a remote store."""
-    place = models.local(address)
-    if place is None:
+    path = models.local(address)
+    if path is None:
         return {}
-    files = [place] if place.is_file() else sorted(file for file in place.rglob("*") if file.is_file())
-    return {file.relative_to(place.parent).as_posix(): process.file_digest(file) for file in files}
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    return {file.relative_to(path.parent).as_posix(): process.file_digest(file) for file in files}

@@ -20,12 +20,14 @@ from qrl import names
 from qrl.errors import BadInput, GateRefused, QrlError, first_line
 from qrl.recipe import Recipe
 from qrl.tasks import own, prompt
-from qrl.tracking import contents, models, signals, store
+from qrl.tracking import contents, dead_runs, models, owners, signals, store, store_errors
 
 active_id = contents.active_id
-PARENT, NOTE = "mlflow.parentRunId", "mlflow.note.content"
-_KIND = "mlflow.experimentKind"  # by which the UI shows it as model development
-_SYSTEM_METRICS_EVERY = 5  # seconds; a tiny step ends before MLflow's ten
+PARENT = "mlflow.parentRunId"
+NOTE = "mlflow.note.content"
+_KIND = "mlflow.experimentKind"  # of an experiment, for the UI
+_STOPPED = "Stopped by Ctrl-C."
+_SYSTEM_METRICS_EVERY_S = 5  # a tiny step ends before MLflow's ten
 
 
 @contextmanager
@@ -49,39 +51,50 @@ def step(
         params: further params, e.g. `variant` and `scheme`.
         tags: further tags.
         run_name: what the UI shows; default: the step's name.
-        system_metrics: record CPU, memory and GPU beside the metrics.
+        system_metrics: record CPU, memory and GPU as metrics, too.
 
     Raises:
         BadInput: MLFLOW_RUN_ID names a run that the store does not hold; or the store filled up meanwhile.
         SystemExit: 130 or 143 after Ctrl-C or SIGTERM; the run is ended as KILLED.
     """
     signals.guard()
-    store.sweep()
+    dead_runs.sweep()
     joined = "MLFLOW_RUN_ID" in os.environ
     run = _start(run_name or name, {names.TAG_STEP: name, **(tags or {})}, system_metrics)
     try:
         with _ended(run):
-            if _KIND not in mlflow.get_experiment(run.info.experiment_id).tags:
-                mlflow.MlflowClient().set_experiment_tag(run.info.experiment_id, _KIND, "custom_model_development")
-            settings = (
-                {**recipe.flat(*sections), "prompt_hash": prompt.template_hash(prompt.of(recipe))} if recipe else {}
-            )
-            contents.log_params({**settings, **(params or {})})
-            if recipe:  # whole, for steps that go on from here
-                mlflow.log_text(recipe.dump(), names.RECIPE)
-                contents.log_files(own.files(recipe.task, recipe.train.rewards))
-            began = time.time()
+            _mark_experiment(run.info.experiment_id)
+            _log_settings(recipe, sections, params or {})
+            started_at = time.time()
             yield run
-            seconds = {names.SECONDS: time.time() - began, "step/startup_s": began - signals.started()}
-            contents.insist(partial(mlflow.log_metrics, seconds))
+            durations = {names.SECONDS: time.time() - started_at, "step/startup_s": started_at - owners.started_at()}
+            contents.insist(partial(mlflow.log_metrics, durations))
     except KeyboardInterrupt as stopped:
-        if PARENT not in run.data.tags:  # else the study says it
+        is_of_study = PARENT in run.data.tags  # which prints this itself
+        if not is_of_study:
             ending = "The run is ended as KILLED; run the same command again to resume."
-            print(f"{stopped or 'Stopped by Ctrl-C.'} {ending}", file=sys.stderr)
+            print(f"{stopped or _STOPPED} {ending}", file=sys.stderr)
         raise SystemExit(signals.exit_code(stopped)) from None
     finally:
         if not joined:
             show_page(run.info.run_id)
+
+
+def _mark_experiment(experiment_id: str) -> None:
+    """Let the UI show an experiment as model development, unless somebody chose another kind."""
+    if _KIND not in mlflow.get_experiment(experiment_id).tags:
+        mlflow.MlflowClient().set_experiment_tag(experiment_id, _KIND, "custom_model_development")
+
+
+def _log_settings(recipe: Recipe | None, sections: tuple[str, ...], params: Mapping[str, object]) -> None:
+    """Log a step's params into the active run, and the whole recipe for the steps that use its result."""
+    if recipe is None:
+        contents.log_params(params)
+        return
+    settings = {**recipe.flat(*sections), "prompt_hash": prompt.template_hash(prompt.of(recipe))}
+    contents.log_params({**settings, **params})
+    mlflow.log_text(recipe.dump(), names.RECIPE)
+    contents.log_files(own.files(recipe.task, recipe.train.rewards))
 
 
 def show_page(run_id: str) -> None:
@@ -110,20 +123,21 @@ def child(
 
 def close_opened(error: BaseException) -> None:
     """End the run that `mlflow run` opened if no step has joined it: after bad input, or a signal during imports."""
-    if run_id := os.environ.pop("MLFLOW_RUN_ID", None):
+    run_id = os.environ.pop("MLFLOW_RUN_ID", None)
+    if run_id:
         _end(run_id, error, partial(mlflow.MlflowClient().set_terminated, run_id))  # the variable may be stale
 
 
 def close_stopped(signum: int) -> NoReturn:
     """End as KILLED the runs of this process, which `signals.end_now` has replaced by a fresh interpreter, and exit."""
     stopped = signals.Stopped(signum)
-    signals.bury_children()  # whose runs are swept below
+    signals.bury_children()  # their runs are swept below
     try:
         store.prepare()
-        for run in store.running(f" and tags.`{names.TAG_PID}` = '{signals.identity()}'"):
+        for run in contents.find_runs(f"tags.`{names.TAG_PID}` = '{owners.this_process()}'"):
             _end(run.info.run_id, stopped, partial(mlflow.MlflowClient().set_terminated, run.info.run_id))
         close_opened(stopped)
-        store.sweep()  # of the processes that were killed with this one
+        dead_runs.sweep()  # of the processes that were killed with this one
     except Exception as failure:
         print(f"The run could not be ended ({first_line(failure)}); the next command ends it.", file=sys.stderr)
     sys.exit(stopped.code)
@@ -153,18 +167,22 @@ def _explained(run_id: str | None) -> Iterator[None]:
         yield
     except mlflow.MlflowException as error:
         if run_id and error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            held_by = mlflow.get_tracking_uri()
-            raise BadInput(f"MLFLOW_RUN_ID names run {run_id}, which {held_by} does not hold: unset it.") from None
-        raise store.sentence(error) or error from None
+            address = mlflow.get_tracking_uri()
+            raise BadInput(f"MLFLOW_RUN_ID names run {run_id}, which {address} does not hold: unset it.") from None
+        raise store_errors.explain(error) or error from None
 
 
 def _start(run_name: str, tags: Mapping[str, object], system_metrics: bool = False) -> mlflow.ActiveRun:
     """Begin a run that has its process's identity from the first moment, or join the one that MLFLOW_RUN_ID names."""
-    mlflow.set_system_metrics_sampling_interval(_SYSTEM_METRICS_EVERY)
+    mlflow.set_system_metrics_sampling_interval(_SYSTEM_METRICS_EVERY_S)
     signals.note_run()
-    nested, tags = mlflow.active_run() is not None, {names.TAG_PID: signals.identity(), **tags}
     with _explained(os.environ.get("MLFLOW_RUN_ID")):  # which MLflow takes out of the environment
-        return mlflow.start_run(run_name=run_name, nested=nested, tags=tags, log_system_metrics=system_metrics)
+        return mlflow.start_run(
+            run_name=run_name,
+            nested=mlflow.active_run() is not None,
+            tags={names.TAG_PID: owners.this_process(), **tags},
+            log_system_metrics=system_metrics,
+        )
 
 
 @contextmanager
@@ -173,7 +191,9 @@ def _ended(run: mlflow.ActiveRun) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        reported = (store.sentence(error) if isinstance(error, Exception) else None) or error
+        reported = error
+        if isinstance(error, Exception):
+            reported = store_errors.explain(error) or error
         _end(run.info.run_id, reported, partial(_end_active, run.info.run_id))
         if reported is error:
             raise
@@ -181,7 +201,7 @@ def _ended(run: mlflow.ActiveRun) -> Iterator[None]:
     try:
         _end_active(run.info.run_id, "FINISHED")
     except Exception as failure:
-        raise store.sentence(failure) or failure from None
+        raise store_errors.explain(failure) or failure from None
 
 
 def _end_active(run_id: str, status: str) -> None:
@@ -197,20 +217,18 @@ def _end(run_id: str, error: BaseException, end: Callable[[str], object]) -> Non
 
     A failure is printed: the first error counts.
     """
-    if isinstance(error, KeyboardInterrupt):
-        status, code, reason = "KILLED", signals.exit_code(error), str(error) or "Stopped by Ctrl-C."
-    else:
-        status, code = "FAILED", getattr(error, "exit_code", 1)
-        reason = str(error) if isinstance(error, QrlError) else f"{type(error).__name__}: {first_line(error)}"
+    status, code, reason = _outcome(error)
     tags = {names.TAG_REASON: reason, names.TAG_EXIT_CODE: str(code)}
+    # Each of the three is tried: a store that refuses one may accept the next.
     try:
-        models.abandon(run_id)  # first: a run that was told its reason is not swept
+        models.abandon(run_id)  # first: a run that has its reason is not swept
     except Exception as failure:
         print(f"The half-made models of run {run_id} were not discarded: {first_line(failure)}", file=sys.stderr)
     try:
         if isinstance(error, GateRefused):
-            status, tags = "FINISHED", tags | _refused(run_id, reason)
-        if status == "KILLED" and store.TAG_JOB in mlflow.get_run(run_id).data.tags:
+            status = "FINISHED"
+            tags |= _refusal_tags(run_id, reason)
+        if status == "KILLED" and dead_runs.TAG_JOB in mlflow.get_run(run_id).data.tags:
             tags = {}  # the cluster knows why, and whoever asks it may have written that already
         contents.tag_run(run_id, tags)
     except Exception as failure:
@@ -221,9 +239,20 @@ def _end(run_id: str, error: BaseException, end: Callable[[str], object]) -> Non
         print(f"Run {run_id} could not be ended: {first_line(failure)}", file=sys.stderr)
 
 
-def _refused(run_id: str, reason: str) -> dict[str, str]:
+def _outcome(error: BaseException) -> tuple[str, int, str]:
+    """Return the status of a run that an error ended, its exit code, and the reason in a sentence."""
+    if isinstance(error, KeyboardInterrupt):
+        return "KILLED", signals.exit_code(error), str(error) or _STOPPED
+    code = getattr(error, "exit_code", 1)
+    if isinstance(error, QrlError):
+        return "FAILED", code, str(error)
+    return "FAILED", code, f"{type(error).__name__}: {first_line(error)}"
+
+
+def _refusal_tags(run_id: str, reason: str) -> dict[str, str]:
     """Return the tags of a refused run; its description begins with the reason, and explains MLflow's FAILED."""
-    tags, why = mlflow.get_run(run_id).data.tags, ""
+    tags = mlflow.get_run(run_id).data.tags
+    explanation = ""
     if "mlflow.project.env" in tags and PARENT not in tags:  # `mlflow run` will overwrite the status
-        why = f" MLflow calls this run FAILED because the command ended with exit code {GateRefused.exit_code}."
-    return {names.TAG_VERDICT: "refused", NOTE: f"**{reason}**{why}\n\n{tags.get(NOTE, '')}"}
+        explanation = f" MLflow calls this run FAILED because the command ended with exit code {GateRefused.exit_code}."
+    return {names.TAG_VERDICT: "refused", NOTE: f"**{reason}**{explanation}\n\n{tags.get(NOTE, '')}"}

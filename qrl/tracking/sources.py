@@ -1,8 +1,8 @@
 """The sources that can change a step's result, each with its digest.
 
 They are the step's file and all that it imports from this package, at whatever depth. Python is compared as parsed
-code without comments and docstrings, so that wording and layout never retrain, and a changed number does. Data beside a
-source (a kernel, a template) is compared byte by byte; Markdown is ignored.
+code without comments and docstrings: another wording or layout never retrains, and a changed number does. Data files
+next to a source (a kernel, a template) are compared byte by byte; Markdown is ignored.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def digests(step: str, package: Path = PACKAGE) -> dict[str, str]:
 
 def files(step: str, package: Path = PACKAGE) -> list[Path]:
     """Return the sources that can change a step's result, sorted."""
-    seen, reached, pending = set(), set(), [f"steps/{_SAME_FILE.get(step, step)}"]
+    seen = set()
+    reached = set()
+    pending = [f"steps/{_SAME_FILE.get(step, step)}"]
     while pending:
         name = pending.pop()  # of a module, as a path in the package without its suffix
         if name in seen:
@@ -58,8 +60,10 @@ def files(step: str, package: Path = PACKAGE) -> list[Path]:
             for depth in range(1, len(parts) + 1):
                 part = "/".join(parts[:depth])
                 pending += [part, f"{part}/__init__"]
-    beside = (path for folder in {file.parent for file in reached} - {package} for path in folder.iterdir())
-    return sorted(reached | {path for path in beside if path.is_file() and path.suffix not in (".py", ".md")})
+    data_files = set()
+    for folder in {file.parent for file in reached} - {package}:
+        data_files |= {path for path in folder.iterdir() if path.is_file() and path.suffix not in (".py", ".md")}
+    return sorted(reached | data_files)
 
 
 def _digest(file: Path) -> str:
@@ -80,9 +84,11 @@ def _parsed(source: bytes) -> tuple[str, frozenset[str]]:
 def _structure(node: object) -> object:
     """Return a tree as nested tuples without empty fields, which differ between versions of Python."""
     if isinstance(node, ast.AST):
-        fields = ((name, value) for name, value in ast.iter_fields(node) if value is not None and value != [])
+        fields = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
         return (type(node).__name__, *((name, _structure(value)) for name, value in fields))
-    return tuple(map(_structure, node)) if isinstance(node, list) else node
+    if isinstance(node, list):
+        return tuple(map(_structure, node))
+    return node
 
 
 def _modules(node: ast.AST) -> Iterator[str]:

@@ -215,7 +215,7 @@ def measure(folder: Path) -> None:
     from qrl.registry import pointers
     from qrl.registry.versions import versions_of
     from qrl.steps import promote as promoting
-    from qrl.tracking import models, reuse, runs, store
+    from qrl.tracking import dead_runs, models, reuse, runs, store
 
     def tagged(run_id: str) -> dict[str, str]:
         return mlflow.get_run(run_id).data.tags
@@ -235,7 +235,7 @@ def measure(folder: Path) -> None:
     newest = tagged(cells[-1])
     seconds("the first 100 runs", lambda: mlflow.search_runs(max_results=100, output_format="list"))
     seconds("begin and end a step", step)
-    seconds("sweep for dead runs", store.sweep)
+    seconds("sweep for dead runs", dead_runs.sweep)
     seconds("find a finished step", lambda: bool(reuse.find("evaluate", newest[names.TAG_CACHE_KEY])))
     seconds("find none", lambda: reuse.find("evaluate", "0" * 64))
     seconds("say what differs", lambda: reuse.changes("train", "0" * 64))

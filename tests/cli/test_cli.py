@@ -74,9 +74,6 @@ BAD = {
     "no step": ([], "Commands:\n  study"),
     "a model whose name no folder can have": (["train", "--model", "a" * 5000], "longer than a path may be"),
     "a recipe whose name no file can have": (["train", "--recipe", "a" * 5000 + ".yaml"], "longer than a path may be"),
-    "the former name of sweep": (["methods", "--seeds", "0,1"], "`sweep`"),
-    "the former name of --rank": (["compare", "--methods", "--cells", "0123"], "`compare --rank`"),
-    "the same as -P methods=true arrives": (["compare", "--methods", "true", "--cells", "0123"], "`compare --rank`"),
     "a flag as -P rank=true arrives": (
         ["compare", "--rank", "true", "--counts", "a.json", "--out", "out"],
         "not --counts",
@@ -300,14 +297,14 @@ def test_a_full_disk_gets_a_sentence_whichever_library_meets_it(tmp_path):
     """The error of safetensors is no OSError, and no tracking URI moves the folder of work in progress."""
     lines = [
         "import resource, numpy, pathlib, safetensors.numpy",
-        "from qrl.tracking import store",
+        "from qrl.tracking import store_errors",
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))",
         "def rust(): safetensors.numpy.save_file({'a': numpy.zeros(9999)}, 'a.safetensors')",
         "def plain(): pathlib.Path('.qrl').write_bytes(bytes(9999))",
         "for write in (rust, plain):",
         "    try: write()",
-        "    except Exception as error: print(type(error).__name__, store.sentence(error))",
-        "print(store.sentence(OSError(28, 'No space left on device', '.qrl/train-0')))",
+        "    except Exception as error: print(type(error).__name__, store_errors.explain(error))",
+        "print(store_errors.explain(OSError(28, 'No space left on device', '.qrl/train-0')))",
     ]
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)],

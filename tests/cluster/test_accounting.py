@@ -5,7 +5,6 @@ import pytest
 
 from qrl import names
 from qrl.cluster import jobs
-from qrl.tracking import store as stores
 from tests.cluster import one_machine
 from tests.cluster.test_jobs import begun, die, project, status, submit, tags, until
 
@@ -33,7 +32,7 @@ def test_jobs_that_ended_unseen_get_their_status_from_accounting(project, slurm)
     until(lambda: begun(killed))
     die(killed)
     until(lambda: not slurm.run("scontrol", "show", "job", "--oneliner").strip().count("JobId="))
-    stores.sweep()
+    jobs.settle_all("slurm:%")
     assert status(cancelled) == "KILLED" and "CANCELLED" in tags(cancelled)[names.TAG_REASON]
     assert status(killed) == "FAILED" and "ended FAILED on n" in tags(killed)[names.TAG_REASON]
     assert status(well) == "FINISHED" and tags(well)[jobs.STATE] == "COMPLETED"

@@ -15,7 +15,6 @@ from qrl import names
 from qrl.cluster import backend, config, jobs
 from qrl.engine import device
 from qrl.errors import BadInput
-from qrl.tracking import store as stores
 from tests.cluster import one_machine
 
 pytestmark = [
@@ -171,7 +170,7 @@ def test_a_full_queue_says_so_and_a_waiting_job_can_be_cancelled(project, slurm,
     assert any(job.run_id[:8] in line and "waiting" in line for line in jobs.listed())
     assert job.driver.state(job.job_id).detail in ("Resources", "Priority")
     slurm.run("scancel", job.job_id)
-    stores.sweep()  # as the next command does
+    jobs.settle_all("slurm:%")  # as the next command does
     assert status(job) == "KILLED" and "CANCELLED" in tags(job)[names.TAG_REASON]
 
 
@@ -264,7 +263,7 @@ def test_a_job_that_slurm_has_forgotten(project):
     job = submit(project, seconds="300")
     until(lambda: begun(job))
     mlflow.MlflowClient().set_tag(job.run_id, jobs.ID, "999999")
-    stores.sweep()
+    jobs.settle_all("slurm:%")
     assert status(job) == "KILLED" and "does not know it" in tags(job)[names.TAG_REASON]
 
 
@@ -274,7 +273,7 @@ def test_a_job_of_another_cluster_is_left_alone(project, slurm):
     client = mlflow.MlflowClient()
     client.set_tag(job.run_id, jobs.ID, "999999")
     client.set_tag(job.run_id, jobs.CLUSTER, "slurm:elsewhere")
-    stores.sweep()
+    jobs.settle_all("slurm:%")
     assert status(job) == "RUNNING"
 
 

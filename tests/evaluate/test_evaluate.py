@@ -15,8 +15,7 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.evaluate import cells, groups, health, scores
 from qrl.recipe import Evaluate, Recipe, rules
-from qrl.steps import inputs
-from qrl.tasks import prompt
+from qrl.tasks import prompt, question_sets
 from qrl.tasks.math import pool
 from qrl.tasks.question import leaked as is_leaked
 
@@ -173,8 +172,8 @@ def test_a_prompt_that_fills_all_positions_is_refused_and_copies_of_questions_ar
     long_question = replace(questions[1], question="apples " * 600)
     with pytest.raises(BadInput, match=rf"Question {long_question.id} .* tokens, but the model was made for 512"):
         cells.ask(cells.Cell("base", "full", tiny.PATH), [questions[0], long_question], recipe, "cpu")
-    assert inputs.repeated(questions) == ""
-    assert inputs.repeated(
+    assert question_sets.describe_repeated(questions) == ""
+    assert question_sets.describe_repeated(
         [*questions, replace(questions[0], id="copy", question=questions[0].question.upper())]
     ).startswith("Of 4 held-out questions 1 repeat others")
 

@@ -7,10 +7,9 @@ import pytest
 
 from qrl import compare, evaluate, names, recipe, tiny
 from qrl.errors import BadInput
-from qrl.recipe import rules
+from qrl.recipe import lists, rules
 from qrl.serve import engines
 from qrl.steps import evaluate as steps
-from qrl.steps import inputs
 from qrl.study import pipeline
 from qrl.study.launch import Step
 from qrl.tracking import keys
@@ -28,7 +27,7 @@ def test_it_is_the_plain_schemes_checkpoint_under_a_key_of_its_own(store):
     with pytest.raises(BadInput, match="stored as full precision: expected awq"):
         steps.check(settings, f"base:awq+kv-fp8={tiny.PATH}")
     with pytest.raises(BadInput, match="no scheme 'awq\\+kv': expected one of"):
-        inputs.cell("grpo:awq+kv")
+        lists.parse_cell("grpo:awq+kv")
 
 
 @pytest.mark.parametrize("cell", ["base:full+kv-fp8", "grpo:awq+kv-fp8"])

@@ -20,10 +20,9 @@ from qrl import names, recipe, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.quantize import calibration
-from qrl.steps import inputs
 from qrl.steps import quantize as step
-from qrl.tasks import prompt
-from qrl.tracking import reuse
+from qrl.tasks import prompt, question_sets
+from qrl.tracking import addresses, reuse
 
 pytestmark = pytest.mark.process
 
@@ -59,7 +58,7 @@ def own_answers(chosen: recipe.Recipe, model: Path) -> list[str]:
     """Return training questions with the model's own answers, rendered without the step's code."""
     tokens = hf.tokenizer(model)
     loaded, _ = hf.load(model, "cpu", torch.float32)
-    questions = inputs.questions(chosen, "train", SAMPLES)
+    questions = question_sets.load(chosen, "train", SAMPLES)
     prompts = [prompt.render(tokens, question.question, chosen.prompt) for question in questions]
     written = hf.generate(loaded, tokens, prompts, max_new_tokens=40, batch_size=SAMPLES)
     texts = [
@@ -166,9 +165,9 @@ def test_a_cell_with_another_scheme_than_its_model_is_refused(store):
         step.quantize(settings(), (scheme,), None)
         (model,) = mlflow.search_logged_models(filter_string=f"params.scheme = '{scheme}'", output_format="list")
         address = f"models:/{model.model_id}"
-        assert inputs.stored_as(("base", scheme), address).quantization == names.STORED_AS[scheme]
+        assert addresses.stored_as(("base", scheme), address).quantization == names.STORED_AS[scheme]
         with pytest.raises(BadInput, match=words):
-            inputs.stored_as(("base", other), address)
+            addresses.stored_as(("base", other), address)
 
 
 def test_a_killed_step_leaves_nothing_in_the_store_and_the_next_one_cleans_up(store):

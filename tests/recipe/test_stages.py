@@ -8,6 +8,7 @@ import yaml
 from qrl import names, recipe, registry
 from qrl.errors import BadInput
 from qrl.recipe.stages import DEFAULT
+from qrl.registry import pointers
 from qrl.study.pipeline import StudySteps
 
 OWN = "base=base:full,qat=qat-int4:full,int4=qat-int4:rtn-int4;max_loss=0.1;mlflow=None"
@@ -126,11 +127,10 @@ def test_distilled_weights_need_not_beat_the_base_that_is_their_teacher(name):
 def test_a_stage_keeps_its_cell(store):
     import mlflow
 
-    client = mlflow.MlflowClient()
-    client.create_registered_model("qrl-tiny")
-    client.set_registered_model_tag(
-        "qrl-tiny", names.TAG_STAGES, "base=base:full;mlflow=None,int4=grpo:gptq;max_loss=0.1"
-    )
+    mlflow.MlflowClient().create_registered_model("qrl-tiny")
+    declared = "int4=grpo:gptq;max_loss=0.1"
+    decision = {"action": "promote", "stage": "int4", "version": 1, "declared": declared}
+    pointers.append("qrl-tiny", lambda _history: decision)
     assert registry.known("qrl-tiny")["int4"].max_loss == 0.1
     with pytest.raises(BadInput, match="'qrl-tiny' is the cell grpo:gptq, but this recipe declares qat-int4:rtn-int4"):
         registry.check_declared("qrl-tiny", recipe.load("qat-int4").promote.declared)

@@ -193,30 +193,32 @@ def _judge(folder: Path) -> None:
 
     tried = [line.split() for path in folder.glob("racer-*") for line in path.read_text().splitlines()]
     now = registry.resolve(NAME, "awq").version
-    past = history.read(NAME, model := versions.model_of(NAME))  # which checks the chain
-    faults, state = [], history.State()
-    for record in past.records:
+    model = versions.model_of(NAME)
+    model_history = history.read_history(NAME, model)  # which checks the chain
+    faults = []
+    state = history.State()
+    for record in model_history.records:
         if record.action == "rollback" and record.version != state.before.get(record.stage):
             faults.append(f"decision {record.number} returned {record.stage} to version {record.version}")
         state = state.after(record)
         if record.action not in ("promote", "rollback"):
             faults.append(f"decision {record.number}: {record.action} {record.reasons}")
-    said = [record.run for record in past.records if record.action == "promote"]
-    rollbacks = sum(record.action == "rollback" for record in past.records)
+    promoted_markers = [record.run for record in model_history.records if record.action == "promote"]
+    rollbacks = sum(record.action == "rollback" for record in model_history.records)
     for marker in {word[1] for word in tried if word[0] == "try"} - {"rollback"}:
         acknowledged = ["done", marker] in tried
-        if not acknowledged <= said.count(marker) <= 1:
-            faults.append(f"{marker}, {acknowledged=}, has {said.count(marker)} records")
+        if not acknowledged <= promoted_markers.count(marker) <= 1:
+            faults.append(f"{marker}, {acknowledged=}, has {promoted_markers.count(marker)} records")
     if not tried.count(["done", "rollback"]) <= rollbacks <= tried.count(["try", "rollback"]):
         faults.append(f"{tried.count(['done', 'rollback'])} rollbacks have {rollbacks} records")
     aliases = {alias: int(number) for alias, number in model.aliases.items()}
-    if aliases != past.state.aliases() or now != past.state.at["awq"]:
-        faults.append(f"aliases are {aliases}, decided {past.state.aliases()}")
+    if aliases != model_history.state.aliases() or now != model_history.state.at["awq"]:
+        faults.append(f"aliases are {aliases}, decided {model_history.state.aliases()}")
     shown = {int(entry.version): entry.current_stage for entry in mlflow.MlflowClient().search_model_versions()}
     shown = {version: stage for version, stage in shown.items() if stage in MIRRORED.values()}
-    if shown != past.state.shown():
-        faults.append(f"stages are {shown}, decided {past.state.shown()}")
-    (folder / "judged.json").write_text(json.dumps({"records": len(past.records), "faults": faults}))
+    if shown != model_history.state.shown():
+        faults.append(f"stages are {shown}, decided {model_history.state.shown()}")
+    (folder / "judged.json").write_text(json.dumps({"records": len(model_history.records), "faults": faults}))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from qrl.recipe.stages import DEFAULT, Stage, completed
-from qrl.registry.gate import Comparison, GainKept, decide
+from qrl.registry.gate import Evidence, Gain, GainKept, LengthGrowth, Loss, decide
 from qrl.stats import Estimate
 from qrl.tracking.cells import Evaluated
 
@@ -19,21 +19,18 @@ def cell(name="base:full", digest="sha256-aaaa", parent="", broken=()):
 
 
 def base(digest="sha256-aaaa", version="sha256-aaaa", model="sha256-aaaa", **facts):
-    return decide(STAGES["base"], cell(digest=digest, **facts), version, before_digest=model)
+    return decide(STAGES["base"], cell(digest=digest, **facts), Evidence(version, origin_digest=model))
 
 
 def grpo(gain=(0.05, 0.03, 0.07), parent="bbbb", base="bbbb", min_gain=0.0, name="grpo:full"):
     estimate, low, high = gain
-    gain = Comparison("base", "base", Estimate(estimate, 0.01, low, high, 2000), min_gain, gain=True)
-    before = {"parent": parent, "before_digest": base}
-    return decide(STAGES["grpo"], cell(name), "sha256-aaaa", **before, differences=[gain])
+    gain = Gain("base", Estimate(estimate, 0.01, low, high, 2000), min_gain)
+    return decide(STAGES["grpo"], cell(name), Evidence("sha256-aaaa", parent, base, gain=gain))
 
 
-def awq(low, parent="cccc", max_loss=0.05, name="grpo:awq", **lengths):
-    estimate = Estimate(-0.02, 0.01, low, 0.0, 2000)
-    difference = Comparison("grpo", "grpo at full precision", estimate, max_loss, gain=False)
-    before = {"parent": parent, "before_digest": "cccc"}
-    return decide(STAGES["awq"], cell(name), "sha256-aaaa", **before, differences=[difference], **lengths)
+def awq(low, parent="cccc", max_loss=0.05, name="grpo:awq", **further):
+    loss = Loss("grpo", "grpo at full precision", Estimate(-0.02, 0.01, low, 0.0, 2000), max_loss)
+    return decide(STAGES["awq"], cell(name), Evidence("sha256-aaaa", parent, "cccc", loss=loss, **further))
 
 
 def test_a_good_version_passes_with_its_reasons():
@@ -98,8 +95,8 @@ def test_any_failed_check_refuses_and_is_named_first(decision, reason):
     ("high", "passed"), [(0.19, True), (0.2, True), (0.21, False), (math.nan, False), (None, False)]
 )
 def test_the_growth_of_answers_is_limited_by_its_upper_bound_if_a_limit_is_set(high, passed):
-    growth = None if high is None else Estimate(0.1, 0.01, 0.05, high, 2000)
-    decision = awq(-0.02, growth=growth, max_growth=0.2)
+    change = None if high is None else Estimate(0.1, 0.01, 0.05, high, 2000)
+    decision = awq(-0.02, length_growth=LengthGrowth(change, 0.2))
     assert decision.passed is passed
     if high in (0.19, 0.21):
         where = "not above 20 %" if passed else "above 20 %"
@@ -107,7 +104,7 @@ def test_the_growth_of_answers_is_limited_by_its_upper_bound_if_a_limit_is_set(h
             f"+10.0 % [+5.0 %, +{100 * high:.1f} %]" in reason and where in reason for reason in decision.reasons
         )
         assert decision.facts["length_growth_high"] == high
-    assert awq(-0.02, growth=growth).passed  # no limit by default
+    assert awq(-0.02).passed  # no limit by default
 
 
 @pytest.mark.parametrize(
@@ -136,24 +133,21 @@ def test_base_needs_no_gain():
 
 
 def test_another_task_is_refused_before_anything_is_subtracted():
-    before = {"parent": "bbbb", "before_digest": "bbbb"}
-    own = dataclasses.replace(cell("grpo:full"), task="math")
-    decision = decide(STAGES["grpo"], own, "sha256-aaaa", **before, tasks={"base": "gsm8k"})
+    candidate = dataclasses.replace(cell("grpo:full"), task="math")
+    decision = decide(STAGES["grpo"], candidate, Evidence("sha256-aaaa", "bbbb", "bbbb", tasks={"base": "gsm8k"}))
     assert not decision.passed and "on the task math, but stage base on gsm8k" in decision.reasons[0]
     with pytest.raises(ValueError, match="needs a difference"):
-        decide(STAGES["grpo"], own, "sha256-aaaa", **before, tasks={"base": "math"})
+        decide(STAGES["grpo"], candidate, Evidence("sha256-aaaa", "bbbb", "bbbb", tasks={"base": "math"}))
 
 
 def test_a_stage_may_ask_for_a_gain_and_a_loss_and_both_count():
-    stage = completed((STAGES["base"], STAGES["grpo"], Stage.model_validate("int4=qat-int4:rtn-int4;made_from=base")))[
-        -1
-    ]
-    stage = stage.model_copy(update={"gain_over": "base", "loss_to": "grpo"})
-    own = cell("qat-int4:rtn-int4")
+    int4 = Stage.model_validate("int4=qat-int4:rtn-int4;made_from=base")
+    stages = completed((STAGES["base"], STAGES["grpo"], int4))
+    stage = stages[-1].model_copy(update={"gain_over": "base", "loss_to": "grpo"})
     for low, passed in ((-0.04, True), (-0.06, False)):
-        loss = Comparison("grpo", "grpo at full precision", Estimate(-0.02, 0.01, low, 0.0, 2000), 0.05, gain=False)
-        gain = Comparison("base", "base", Estimate(0.2, 0.01, 0.1, 0.3, 2000), 0.0, gain=True)
-        before = {"parent": "bbbb", "before_digest": "bbbb"}
-        decision = decide(stage, own, "sha256-aaaa", **before, differences=[gain, loss])
+        loss = Loss("grpo", "grpo at full precision", Estimate(-0.02, 0.01, low, 0.0, 2000), 0.05)
+        gain = Gain("base", Estimate(0.2, 0.01, 0.1, 0.3, 2000), 0.0)
+        evidence = Evidence("sha256-aaaa", "bbbb", "bbbb", gain=gain, loss=loss)
+        decision = decide(stage, cell("qat-int4:rtn-int4"), evidence)
         assert decision.passed is passed
         assert decision.facts["gain_to"] == "base" and decision.facts["difference_to"] == "grpo"

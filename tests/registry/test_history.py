@@ -19,7 +19,7 @@ from qrl.registry import adopt, history, versions
 from qrl.steps import evaluate as evaluating
 from qrl.steps import history as shown_history
 from qrl.steps import promote as promoting
-from qrl.tracking import cells, reuse
+from qrl.tracking import cells
 from qrl.workspace import WORK
 from tests.registry.made import NAME
 
@@ -35,7 +35,7 @@ def shown() -> dict[int, str]:
 
 
 def record() -> history.History:
-    return history.read(NAME, versions.model_of(NAME))
+    return history.read_history(NAME, versions.model_of(NAME))
 
 
 def denied(*_args: object, **_more: object) -> None:
@@ -52,12 +52,12 @@ def test_each_decision_is_one_link_of_a_chain(version):
     registry.promote(NAME, "grpo", 2, record=WHY | {"reasons": ["long " * 5000], "bounds": {"gain": float("nan")}})
     registry.refuse(NAME, "grpo", 1, record={"reasons": ["it was worse."]})
     registry.rollback(NAME, "grpo")
-    said = record().records
-    assert [(each.number, each.action, each.version) for each in said] == [
+    records = record().records
+    assert [(entry.number, entry.action, entry.version) for entry in records] == [
         *((1, "promote", 1), (2, "promote", 2), (3, "refuse", 1), (4, "rollback", 1))
     ]
-    assert said[1].reasons == ("long " * 5000,) and said[0].by.count("@") == 1 and said[3].run == "r"
-    assert len({each.previous for each in said}) == 4 and record().state.aliases() == pointers()
+    assert records[1].reasons == ("long " * 5000,) and records[0].by.count("@") == 1 and records[3].run == "r"
+    assert len({entry.previous for entry in records}) == 4 and record().state.aliases() == pointers()
     run = mlflow.get_run(record().run_id)
     assert run.info.status == "FINISHED" and not mlflow.search_runs(filter_string="attributes.status = 'RUNNING'").size
 
@@ -65,9 +65,10 @@ def test_each_decision_is_one_link_of_a_chain(version):
 def test_two_writers_of_one_number_are_one_writer_and_one_that_is_told(version):
     version()
     registry.promote(NAME, "base", 1, record=WHY)
-    past = record()
-    assert history.claim(past, {"action": "refuse", "stage": "grpo", "version": 1})
-    assert not history.claim(past, {"action": "refuse", "stage": "grpo", "version": 1})  # to the letter the same
+    model_history = record()
+    assert history.claim_next(model_history, {"action": "refuse", "stage": "grpo", "version": 1})
+    same = {"action": "refuse", "stage": "grpo", "version": 1}
+    assert not history.claim_next(model_history, same)
     assert len(record().records) == 2
 
 
@@ -78,7 +79,7 @@ def test_two_hosts_that_begin_a_record_at_once_share_it(version, monkeypatch):
     seen = mlflow.get_run(entries[0].run_id)
     stale = mlflow.entities.Run(seen.info, mlflow.entities.RunData())
     monkeypatch.setattr(
-        adopt.history, "run_of", lambda run_id: stale
+        adopt.history, "find_run", lambda run_id: stale
     )  # the other host looked before the first one wrote
     assert adopt.begin(model, entries) == first
     monkeypatch.undo()
@@ -119,7 +120,8 @@ def test_a_pointer_moves_whole_wherever_its_process_is_killed(version, monkeypat
     registry.promote(NAME, "awq", 2, record=WHY)
     moves = [lambda: registry.rollback(NAME, "awq"), lambda: registry.promote(NAME, "awq", 3, record=WHY)]
     for place in range(20):
-        before, decided = record().state, len(record().records)
+        before = record().state
+        count_before = len(record().records)
         with monkeypatch.context() as patched:
             killed_at(patched, place // 2)
             try:
@@ -128,7 +130,7 @@ def test_a_pointer_moves_whole_wherever_its_process_is_killed(version, monkeypat
                 pass
             else:
                 assert place > 6
-        assert len(record().records) > decided or record().state == before
+        assert len(record().records) > count_before or record().state == before
         now, former = (record().state.aliases()[alias] for alias in ("awq", "awq-previous"))
         if place % 3 == 0:
             assert registry.resolve(NAME, "awq").version == registry.resolve(NAME, "Production").version == now
@@ -166,7 +168,7 @@ def test_what_is_set_by_hand_is_put_back_and_recorded(version, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             "UPDATE params SET value = replace(value, 'better', 'best') WHERE key = '000001'",
@@ -182,13 +184,13 @@ def test_what_is_set_by_hand_is_put_back_and_recorded(version, capsys):
         ("DELETE FROM runs WHERE name LIKE 'decisions on %'", "is gone: restore the database"),
     ],
 )
-def test_a_record_that_was_edited_in_the_database_is_refused(version, store, change, said):
+def test_a_record_that_was_edited_in_the_database_is_refused(version, store, change, message):
     version(), version()
     registry.promote(NAME, "base", 1, record=WHY)
     registry.promote(NAME, "base", 2, record=WHY)
     with database(store) as connection:
         assert connection.execute(change).rowcount == 1
-    with pytest.raises(QrlError, match=said):
+    with pytest.raises(QrlError, match=message):
         registry.resolve(NAME, "base")
 
 
@@ -214,10 +216,10 @@ def test_a_record_that_somebody_else_wrote_does_not_count(version, monkeypatch):
     registry.promote(NAME, "awq", 1, record=WHY)
     client, own = mlflow.MlflowClient(), record()
     forged = client.create_run("0")
-    said = dataclasses.replace(own.records[0], version=2, digest=registry.resolve(NAME, 2).digest)
-    text = json.dumps(dataclasses.asdict(said), default=str)
+    forged_record = dataclasses.replace(own.records[0], version=2, digest=registry.resolve(NAME, 2).digest)
+    text = json.dumps(dataclasses.asdict(forged_record), default=str)
     client.log_param(forged.info.run_id, "000001", f"x 1 {text}")
-    client.log_param(client.get_model_version(NAME, "1").run_id, f"{history.naming(NAME)}.1", forged.info.run_id)
+    client.log_param(client.get_model_version(NAME, "1").run_id, f"{history.record_param(NAME)}.1", forged.info.run_id)
     for value in (forged.info.run_id, "nowhere", None):
         if value:
             client.set_registered_model_tag(NAME, names.TAG_HISTORY, value)
@@ -248,12 +250,12 @@ def test_a_record_that_was_deleted_is_restored(version):
 def test_another_host_takes_over_by_its_own_clock(version, monkeypatch, clock):
     version(), version()
     registry.promote(NAME, "awq", 1, record=WHY)
-    said = {"action": "promote", "stage": "awq", "version": 2, "declared": str(history.USUAL["awq"])}
+    decision = {"action": "promote", "stage": "awq", "version": 2, "declared": str(history.USUAL["awq"])}
     with monkeypatch.context() as patched:
-        patched.setattr(history.signals, "identity", lambda: "elsewhere:1:2")
+        patched.setattr(history.owners, "this_process", lambda: "elsewhere:1:2")
         elsewhere = type("Clock", (), {"now": lambda zone: datetime.fromisoformat(clock)})
         patched.setattr(history, "datetime", elsewhere)
-        assert history.claim(record(), said)
+        assert history.claim_next(record(), decision)
     for _ in range(2):  # what is recorded counts; who recorded it still has time to move the pointers
         assert registry.resolve(NAME, "awq").version == 2 and pointers()["awq"] == 1
     assert list(WORK.glob("registry-*.seen"))
@@ -272,21 +274,21 @@ def test_a_lock_that_is_not_released_is_a_sentence(version, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "message"),
     [
         (mlflow.MlflowException("Permission denied", PERMISSION_DENIED), "denies this user"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/x"), "No space left on device.*free the disk"),
         (mlflow.MlflowException("It takes too long."), "cannot be loaded: It takes too long"),
     ],
 )
-def test_files_that_cannot_be_had_are_not_called_gone(version, monkeypatch, error, said):
+def test_files_that_cannot_be_had_are_not_called_gone(version, monkeypatch, error, message):
     version()
 
     def failing(*_args: object) -> None:
         raise error
 
     monkeypatch.setattr(versions.models.ModelsArtifactRepository, "get_underlying_uri", failing)
-    with pytest.raises(QrlError, match=said):
+    with pytest.raises(QrlError, match=message):
         versions.folder(registry.resolve(NAME, 1))
 
 
@@ -318,14 +320,6 @@ def test_evidence_that_was_edited_is_refused(evaluated, store, tmp_path):
     with database(store) as connection:
         connection.execute("DELETE FROM params WHERE key = 'evidence'")
     refused(run_id, "no record of its rows")
-    before, _ = evaluated("base:full")  # as earlier versions recorded it
-    with database(store) as connection:
-        connection.execute("DELETE FROM params WHERE key = 'evidence'")
-    with mlflow.start_run(before):
-        reuse.record_outputs(artifacts=[names.QUESTIONS])
-    promoting.promote(free, ["base"], [before], {"registered_name"})
-    cells.contents.artifact(before, "outputs.json").unlink()
-    refused(before, "no record of its rows")
     unhealthy, _ = evaluated("base:full", finish_reason="length")
     refused(unhealthy, "truncation_rate is 1.000")
     few = recipe.load(overrides={"registered_name": NAME, "promote.min_n": "21"})
@@ -341,8 +335,10 @@ def test_a_cell_that_quantization_made_unhealthy_counts_and_its_gate_refuses_it(
     note = {"finish_reason": "length", "unhealthy": "100 % unfinished, 0 % at full precision"}
     stored, _ = evaluated("grpo:awq", parent=own, changed="stored", **note)
     assert cells.read(stored).broken == ()  # its run has finished
-    said = r"Stage awq is refused: Quantization made the answers unhealthy \(100 % unfinished, 0 % at full precision\)"
-    with pytest.raises(GateRefused, match=said):
+    message = (
+        r"Stage awq is refused: Quantization made the answers unhealthy \(100 % unfinished, 0 % at full precision\)"
+    )
+    with pytest.raises(GateRefused, match=message):
         promoting.promote(free, ["awq"], [stored], {"registered_name"})
     assert "awq" not in pointers()
 
@@ -363,14 +359,14 @@ def test_the_rows_that_an_earlier_stage_rests_on_cannot_be_edited_away(evaluated
 
 def test_a_stage_that_moves_says_from_where_and_whether_the_questions_are_others(evaluated, capsys):
     free = recipe.load(overrides={"registered_name": NAME})
-    for changed, questions, said in (
+    for changed, questions, message in (
         ("", "of the questions", "base is version 1 of qrl-tiny. "),
         ("other", "of the questions", "instead of version 1, to which --rollback returns"),
         ("third", "other ones", "instead of version 2, evaluated on other questions, to which --rollback returns"),
     ):
         run_id, _ = evaluated("base:full", changed=changed, questions=questions)
         promoting.promote(free, ["base"], [run_id], {"registered_name"})
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.process
@@ -398,21 +394,25 @@ def test_records_show_what_was_production_on_a_day(version, store, capsys):
         shown_history.show(settings, "awq", None)
     registry.promote(NAME, "awq", 1, record=WHY)
     registry.promote(NAME, "awq", 2, record=WHY)
-    past = record()
+    model_history = record()
     dated = [
         dataclasses.replace(each, time=f"2026-11-{20 + place}T10:00:00+00:00")
-        for place, each in enumerate(past.records)
+        for place, each in enumerate(model_history.records)
     ]
-    past = dataclasses.replace(past, records=tuple(dated))
-    for at, said in (("2026-11-20", "version 1"), ("2026-11-21T09:59:59", "version 1"), ("2026-11-21", "version 2")):
+    model_history = dataclasses.replace(model_history, records=tuple(dated))
+    for at, expected in (
+        ("2026-11-20", "version 1"),
+        ("2026-11-21T09:59:59", "version 1"),
+        ("2026-11-21", "version 2"),
+    ):
         for stage in ("awq", "Production"):
-            line = shown_history.at(past, stage, at)
-            assert said in line and "it was better." in line and "run r" in line
-    assert "no version" in shown_history.at(past, "awq", "2026-11-19")
-    assert "version 2" in shown_history.at(past, "awq", "20261121")  # a date is its end, however it is written
+            line = shown_history.at(model_history, stage, at)
+            assert expected in line and "it was better." in line and "run r" in line
+    assert "no version" in shown_history.at(model_history, "awq", "2026-11-19")
+    assert "version 2" in shown_history.at(model_history, "awq", "20261121")  # a date is its end, however it is written
     for wrong in ("yesterday", "9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+12:00"):
         with pytest.raises(BadInput, match="--at"):
-            shown_history.at(past, "awq", wrong)
+            shown_history.at(model_history, "awq", wrong)
     for stage in ("awq", "Production", "production"):
         shown_history.show(settings, stage, None)
         out = capsys.readouterr().out

@@ -347,9 +347,9 @@ def test_the_growth_of_answers_is_paired_by_question_and_unknown_without_lengths
     rows = {"before": frame, "after": longer[::-1], "old": frame.drop(columns="n_tokens")}
     cell = cells.Evaluated("before", "grpo", "full", "", "", "", 0.6, 0.01, 4, ())
     monkeypatch.setattr(cells, "rows", lambda run_ids: rows[run_ids[0]])
-    difference, growth = promoting._changes(replace(cell, run_id="after"), cell)
+    difference, growth = promoting._paired(replace(cell, run_id="after"), cell)
     assert difference.estimate == 0 and growth.estimate == pytest.approx(0.5) and 0.48 < growth.low < growth.high < 0.52
-    assert promoting._changes(replace(cell, run_id="old"), cell)[1] is None
+    assert promoting._paired(replace(cell, run_id="old"), cell)[1] is None
 
 
 QAT = "base=base:full,qat=qat-int4:full,int4=qat-int4:rtn-int4"
@@ -450,9 +450,9 @@ def test_a_gate_subtracts_no_answers_of_two_engines(store, tmp_path):
         return cells.Evaluated(run.info.run_id, variant, "full", "", "", "", 2 / 3, 0.3, 3, ())
 
     base = answered("base", "transformers")
-    assert promoting._changes(answered("grpo", "transformers"), base)[0].estimate == 0
+    assert promoting._paired(answered("grpo", "transformers"), base)[0].estimate == 0
     with pytest.raises(BadInput, match="different engines"):
-        promoting._changes(answered("grpo", "vllm"), base)
+        promoting._paired(answered("grpo", "vllm"), base)
 
 
 def test_a_stage_is_never_rolled_back_onto_damaged_weights(version):
@@ -465,30 +465,30 @@ def test_a_stage_is_never_rolled_back_onto_damaged_weights(version):
     assert pointers() == {"grpo": "2", "grpo-previous": "1"}
 
 
-def judged(stage: str, number: int, verdict: str = "promoted", **bounds: float) -> None:
-    """Give version `number` the gate of a store before the verdict was one word."""
+def judged(stage: str, number: int, verdict: str = "passed", **bounds: float) -> None:
+    """Give version `number` the tags of a gate's decision, without a record that holds it."""
     client = mlflow.MlflowClient()
     digest = client.get_model_version(NAME, str(number)).tags[names.TAG_DIGEST]
-    record = {"cell": f"run-{stage}", "why": f"Stage {stage} {verdict}.", "facts": bounds, "verdict": verdict}
-    entry = json.dumps({**record, "digest": digest, "at": "2026-11-01T00:00:00+00:00"})
-    client.set_model_version_tag(NAME, str(number), f"qrl.gate.{stage}", entry)
+    record = {"run": f"run-{stage}", "reasons": [f"Stage {stage} {verdict}."], "bounds": bounds}
+    entry = json.dumps({**record, "digest": digest, "time": "2026-11-01T00:00:00+00:00"})
+    client.set_model_version_tag(NAME, str(number), names.gate_record_tag(stage), entry)
+    client.set_model_version_tag(NAME, str(number), names.gate_tag(stage), verdict)
 
 
-def test_versions_of_former_stores_are_served_rolled_back_and_promoted(version, capsys):
+def test_versions_without_a_record_are_served_rolled_back_and_promoted(version, capsys):
     client = mlflow.MlflowClient()
     for _ in range(4):
         version("grpo")
     for number, alias in ((1, "grpo-previous"), (2, "grpo"), (3, "awq"), (3, "champion")):
         client.set_registered_model_alias(NAME, alias, str(number))
     judged("grpo", 1), judged("grpo", 2, gain=0.2, gain_low=0.1, gain_high=0.3, n=2000.0), judged("awq", 1, "refused")
-    client.set_registered_model_tag(NAME, names.TAG_STAGES, "gold=grpo:gptq;made_from=base")
     former = registry.resolve(NAME, "grpo")
     assert "had no record of decisions" in capsys.readouterr().err
     assert former.version == 2 and versions.verify(former)
     gate = former.gate("grpo")
-    assert gate.passed and (gate.run, gate.reasons) == ("run-grpo", ("Stage grpo promoted.",))
+    assert gate.passed and (gate.run, gate.reasons) == ("run-grpo", ("Stage grpo passed.",))
     assert pointers() == {"grpo": "2", "grpo-previous": "1", "champion": "3"}  # no gate had let 3 into awq
-    assert "gold" in registry.known(NAME) and not registry.resolve(NAME, 1).gate("awq").passed
+    assert not registry.resolve(NAME, 1).gate("awq").passed
     assert registry.rollback(NAME, "grpo").version == 1 and registry.rollback(NAME, "grpo").version == 2
     registry.refuse(NAME, "grpo", 2, record={"reasons": ["it gained nothing."]})
     assert registry.resolve(NAME, "grpo").gate("grpo") == gate  # a refusal beside a former promotion
@@ -498,23 +498,20 @@ def test_versions_of_former_stores_are_served_rolled_back_and_promoted(version, 
 
 
 @pytest.mark.parametrize(
-    ("tag", "text", "version_tag"),
+    ("tag", "text"),
     [
-        ("qrl.gate.grpo", "{not json", True),
-        ("qrl.gate.grpo", "[1, 2]", True),
-        ("qrl.gate.grpo", "[" * 5000, True),
-        ("qrl.gate.grpo", '{"verdict": "promoted", "facts": 3}', True),
-        ("qrl.stages", "nonsense", False),
+        ("qrl.gate.grpo", "{not json"),
+        ("qrl.gate.grpo.record", "{not json"),
+        ("qrl.gate.grpo.record", "[1, 2]"),
+        ("qrl.gate.grpo.record", "[" * 5000),
+        ("qrl.gate.grpo.record", '{"bounds": 3}'),
     ],
 )
-def test_a_malformed_tag_of_a_former_store_is_a_sentence(version, tag, text, version_tag):
+def test_a_malformed_tag_of_a_model_without_a_record_is_a_sentence(version, tag, text):
     version()
     client = mlflow.MlflowClient()
-    if version_tag:
-        client.set_model_version_tag(NAME, "1", tag, text)
-    else:
-        client.set_registered_model_tag(NAME, tag, text)
-        client.set_registered_model_alias(NAME, "base", "1")
+    client.set_model_version_tag(NAME, "1", "qrl.gate.grpo", "passed")
+    client.set_model_version_tag(NAME, "1", tag, text)
     with pytest.raises(BadInput, match=f"tag {tag} of .* cannot be read"):
         registry.resolve(NAME, 1)
 
@@ -523,7 +520,7 @@ def test_a_versions_page_is_a_certificate(version):
     client = mlflow.MlflowClient()
     base = version("base")
     assert "not judged" in client.get_model_version(NAME, "1").description
-    bounds = {"gain": 0.2, "gain_low": 0.1, "gain_high": 0.3, "n": 2000.0}
+    bounds = {"gain": 0.2, "gain_low": 0.1, "gain_high": 0.3, "gain_to": "base", "n": 2000.0}
     reasons = ("The evaluation was healthy.", "The gain over base is +0.200.")
     registry.promote(NAME, "base", base.version, record=WHY)
     child = version("grpo", parent=1)

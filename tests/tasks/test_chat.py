@@ -13,9 +13,9 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Rollout
 from qrl.serve import engines, requests, transformers_server
-from qrl.steps import evaluate, inputs, quantize, train
+from qrl.steps import evaluate, quantize, train
 from qrl.study import preflight
-from qrl.tasks import load, prompt
+from qrl.tasks import load, prompt, question_sets
 from qrl.tracking import description, origin
 from qrl.train import Job, grpo
 
@@ -102,8 +102,8 @@ def test_a_variable_that_the_template_lacks_is_refused_before_a_model_is_loaded(
     for name in ("messages", "add_generation_prompt", "tokenize", "eos_token", "raise_exception"):
         own = settings(thinking, **{"chat.template_kwargs": json.dumps({name: False})})
         with pytest.raises(BadInput, match=f"sets '{name}'"):
-            inputs.check_chat(own, thinking)
-    inputs.check_chat(settings(thinking), thinking)
+            question_sets.check_chat(own, thinking)
+    question_sets.check_chat(settings(thinking), thinking)
 
 
 def test_the_readmes_prompt_runs_and_is_kept_with_the_run_when_its_file_is_gone(store, tmp_path):

@@ -102,14 +102,14 @@ def test_a_comparison_imports_nothing_heavy():
 
 
 def test_training_is_checked_against_the_same_questions_whatever_the_sample_size(tmp_path):
-    from qrl.steps import inputs
+    from qrl.tasks import question_sets
 
     rows = [json.dumps({"question": f"{i}?", "answer": f"#### {i}"}) for i in range(9)]
     (tmp_path / "test.jsonl").write_text("\n".join(rows))
     chosen = [recipe.load("tiny", {"task": "gsm8k", "data": str(tmp_path), "evaluate.n": n}) for n in ("2", "5")]
-    assert [len(inputs.all_heldout(settings)) for settings in chosen] == [9, 9]
+    assert [len(question_sets.load_all_heldout(settings)) for settings in chosen] == [9, 9]
     assert len({keys.trained(settings, "digest", "cpu") for settings in chosen}) == 1
-    assert len(inputs.all_heldout(recipe.load("tiny", {"evaluate.n": "7"}))) == 7
+    assert len(question_sets.load_all_heldout(recipe.load("tiny", {"evaluate.n": "7"}))) == 7
 
 
 @pytest.mark.process
@@ -152,13 +152,14 @@ def test_a_clean_run_logs_its_figures(store):
     import mlflow
 
     from qrl import tiny
-    from qrl.steps import inputs, train
+    from qrl.steps import train
+    from qrl.tasks import question_sets
     from qrl.tracking import runs
 
     settings = recipe.load("tiny", {"evaluate.n": "200"})
     with runs.step("train", settings) as run:
         train._check_contamination(
-            settings, tiny.PATH, inputs.questions(settings, "train", 4096), inputs.all_heldout(settings)
+            settings, tiny.PATH, question_sets.load(settings, "train", 4096), question_sets.load_all_heldout(settings)
         )
     metrics = mlflow.get_run(run.info.run_id).data.metrics
     assert metrics["contamination/exact"] == metrics["contamination/base_exact"] == 0

@@ -9,8 +9,7 @@ import pytest
 
 from qrl import recipe
 from qrl.errors import BadInput
-from qrl.steps import inputs
-from qrl.tasks import TASKS, grade, load
+from qrl.tasks import TASKS, grade, load, question_sets
 from qrl.tasks.math import dataset
 
 ROW = {"question": "1 + 1?", "answer": "It is 1+1=<<1+1=2>>2.\n#### 2"}
@@ -53,10 +52,15 @@ def test_the_first_rows_are_those_of_the_file_and_generated_questions_have_none(
         assert [question.answer for question in first] == [str(i) for i in range(10)]
     assert load("gsm8k", "heldout", 10, 5, hundred) == load("gsm8k", "heldout", 10, 5, hundred, "random") != first
     settings = recipe.load("instruct", {"data": hundred, "evaluate.n": "3", "evaluate.selection": "first"})
-    assert [question.answer for question in inputs.evaluated(settings)] == ["0", "1", "2"]
+    assert [question.answer for question in question_sets.load_evaluated(settings)] == ["0", "1", "2"]
     shutil.copy(Path(hundred) / "test.jsonl", Path(hundred) / "train.jsonl")
     more = {"train.questions": "4", "train.selection": "first", "data": hundred}
-    assert [question.answer for question in inputs.trained(recipe.load("instruct", more))] == ["0", "1", "2", "3"]
+    assert [question.answer for question in question_sets.load_training(recipe.load("instruct", more))] == [
+        "0",
+        "1",
+        "2",
+        "3",
+    ]
     with pytest.raises(BadInput, match="has no first rows: leave selection = first out, or give a folder as data"):
         load("arithmetic", "heldout", 10, selection="first")
 

@@ -94,7 +94,7 @@ def test_an_open_server_lacks_all_of_it(monkeypatch):
     Thread(target=server.serve_forever, daemon=True).start()
     address = f"http://127.0.0.1:{server.server_port}"
     monkeypatch.delenv("MLFLOW_TRACKING_USERNAME", raising=False)
-    found = levels(doctor._server(address))
+    found = levels(doctor._check_server(address))
     server.shutdown()
     lacks = "\n".join(found["lacks"])
     for words in (
@@ -117,5 +117,5 @@ def test_a_server_that_nobody_answers_at_and_other_versions_are_named(tmp_path, 
         mlflow.set_tracking_uri(None)
     assert len([line for line in found["lacks"] if line.startswith("store: The store http://127.0.0.1:9")]) == 1
     monkeypatch.setattr(doctor, "installed", lambda package: None if package == "trl" else "9.9")
-    (packages,) = doctor._packages()
+    (packages,) = doctor._check_packages()
     assert packages.level == doctor.ADVICE and "trl missing instead of 1." in packages.sentence

@@ -19,7 +19,7 @@ from qrl.tracking import fetched
 def remote(tiny_checkpoint, tmp_path, monkeypatch):
     """Return a function that makes the address of a stored model; downloads are counted in its `made`."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fetched, "_held", {})
+    monkeypatch.setattr(fetched, "_descriptors", {})
     repository = fetched.get_artifact_repository
 
     def counted(address: str):
@@ -62,7 +62,7 @@ def test_who_uploaded_a_model_never_downloads_it_and_sizes_are_compared(remote, 
 
 
 def test_the_least_recently_used_are_deleted_but_none_that_a_process_uses(remote, monkeypatch):
-    monkeypatch.setattr(fetched, "MOST", 2)
+    monkeypatch.setattr(fetched, "MAX_KEPT", 2)
     first, second = remote("first"), remote("second")
     held = fetched.get(first)  # by this process
     program = "import sys; from qrl.tracking import fetched; print(fetched.get(sys.argv[1]))"

@@ -15,7 +15,7 @@ def test_the_sweep_loads_no_failure_that_has_its_reason(store, monkeypatch):
         mlflow.MlflowClient().set_terminated(mlflow.last_active_run().info.run_id, "FAILED")
     loaded, search = [], mlflow.search_runs
     monkeypatch.setattr(mlflow, "search_runs", lambda **how: loaded.extend(found := search(**how)) or found)
-    runs.store.sweep()
+    runs.dead_runs.sweep()
     assert [names.TAG_REASON in run.data.tags for run in loaded] == [False]
 
 

@@ -27,7 +27,20 @@ from qrl import checkpoint, names, recipe, registry
 from qrl.engine import hf
 from qrl.errors import BadInput, GateRefused, QrlError, first_line
 from qrl.tasks import prompt
-from qrl.tracking import cells, contents, description, keys, models, projects, reuse, runs, signals, sources
+from qrl.tracking import (
+    cells,
+    contents,
+    dead_runs,
+    description,
+    keys,
+    models,
+    owners,
+    projects,
+    reuse,
+    runs,
+    signals,
+    sources,
+)
 from qrl.tracking import store as stores
 
 ROOT = Path(qrl.__file__).parents[1]
@@ -199,12 +212,12 @@ def test_a_launched_step_has_one_end_and_one_reason(store, how):
     ],
 )
 def test_what_mlflow_run_called_failed_after_a_signal_is_put_right_by_the_next_command(store, metrics, tags, expected):
-    client, dead = mlflow.MlflowClient(), signals.identity().rpartition(":")[0] + ":1"
+    client, dead = mlflow.MlflowClient(), owners.this_process().rpartition(":")[0] + ":1"
     run = client.create_run("0", tags={names.TAG_PID: dead, **tags}).info.run_id
     for name, value in metrics.items():
         client.log_metric(run, name, value)
     client.set_terminated(run, "FAILED", 5)
-    assert stores.sweep() == []
+    assert dead_runs.sweep() == []
     found = client.get_run(run)
     assert (found.info.status, found.info.end_time) == (expected, 5)
     assert found.data.tags.get(names.TAG_REASON) == tags.get(names.TAG_REASON)
@@ -343,13 +356,13 @@ def test_no_signal_leaves_a_run_running(store):
         wait_for("KILLED", run_id)
     kill[0].wait(120)
     assert status(kill[1]) == "RUNNING"
-    assert stores.sweep() == [kill[1]]
+    assert dead_runs.sweep() == [kill[1]]
     assert status(kill[1]) == "KILLED"
 
 
 def test_a_process_knows_when_it_began():
     before = time.time()
-    program = "import time; from qrl.tracking import signals; print(signals.started(), time.time())"
+    program = "import time; from qrl.tracking import owners; print(owners.started_at(), time.time())"
     began, then = map(float, subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split())
     assert (
         before - 0.05 < began < then
@@ -364,7 +377,7 @@ class Server(BaseHTTPRequestHandler):
         request = self.path.removeprefix("/api/2.0/mlflow/")
         self.server.asked.append(request)
         self.rfile.read(int(self.headers["Content-Length"]))
-        data = {"tags": [{"key": names.TAG_PID, "value": signals.identity().rpartition(":")[0] + ":1"}]}
+        data = {"tags": [{"key": names.TAG_PID, "value": owners.this_process().rpartition(":")[0] + ":1"}]}
         info = {"run_id": "a" * 32, "experiment_id": "0", "status": "RUNNING", "start_time": 1, "artifact_uri": "x"}
         answers = {"experiments/search": {"experiments": [{"experiment_id": "0", "name": "Default"}]}}
         answers["runs/search"] = {"runs": [{"info": info, "data": data}]}
@@ -402,7 +415,7 @@ def server(monkeypatch):
 def test_a_servers_refusal_is_one_sentence_and_anothers_dead_run_stops_nobody(server, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     stores.prepare()
-    assert stores.sweep() == [] and "runs/log-batch" in server.asked
+    assert dead_runs.sweep() == [] and "runs/log-batch" in server.asked
     with (
         pytest.raises(BadInput, match=r"denies alice the request runs/create: ask for a permission on the experiment"),
         runs.step("train"),
@@ -428,14 +441,14 @@ def test_a_run_knows_its_process_from_its_creation(store, monkeypatch):
     with pytest.raises(signals.Stopped), runs.step("train"):
         pass
     (run,) = mlflow.search_runs(output_format="list")
-    assert run.info.status == "RUNNING" and run.data.tags[names.TAG_PID] == signals.identity()  # for a later sweep
+    assert run.info.status == "RUNNING" and run.data.tags[names.TAG_PID] == owners.this_process()  # for a later sweep
 
 
 def test_sweep_spares_the_living_and_other_hosts(store):
     client = mlflow.MlflowClient()
-    for owner in (signals.identity(), "elsewhere:1:1"):
+    for owner in (owners.this_process(), "elsewhere:1:1"):
         client.set_tag(client.create_run("0").info.run_id, names.TAG_PID, owner)
-    assert stores.sweep() == []
+    assert dead_runs.sweep() == []
 
 
 # reuse
@@ -673,12 +686,12 @@ def test_a_signal_between_any_two_lines_leaves_no_half_made_model(store, tiny_ch
 def test_a_half_made_model_of_a_dead_run_is_discarded(store):
     client = mlflow.MlflowClient()
     run = client.create_run("0").info
-    client.set_tag(run.run_id, names.TAG_PID, signals.identity().rpartition(":")[0] + ":1")
+    client.set_tag(run.run_id, names.TAG_PID, owners.this_process().rpartition(":")[0] + ":1")
     model = mlflow.initialize_logged_model("m", source_run_id=run.run_id)
     place = Path(model.artifact_location)
     half = place.with_name(f".{place.name}.0123abcd-1.partial")
     half.mkdir(parents=True)
-    assert stores.sweep() == [run.run_id]
+    assert dead_runs.sweep() == [run.run_id]
     assert not half.exists() and str(mlflow.get_logged_model(model.model_id).status) == "FAILED"
 
 
@@ -708,13 +721,11 @@ def test_requirements_are_the_projects_pins():
 
 
 def test_a_clock_that_is_set_kills_no_living_process(monkeypatch):
-    mine, boot = signals.identity(), psutil.boot_time()
-    former = f"{mine.rpartition(':')[0]}:{psutil.Process().create_time():.0f}"  # since the epoch, in older stores
-    assert not signals.is_dead(former)
+    mine, boot = owners.this_process(), psutil.boot_time()
     for module in (psutil, psutil._pslinux):
         monkeypatch.setattr(module, "boot_time", lambda: boot - 3600)
-    assert not signals.is_dead(mine) and signals.identity() == mine and signals.is_dead(former)
-    assert signals.is_dead(f"{mine.rpartition(':')[0]}:{int(mine.rpartition(':')[2]) + 9}")
+    assert not owners.is_dead(mine) and owners.this_process() == mine
+    assert owners.is_dead(f"{mine.rpartition(':')[0]}:{int(mine.rpartition(':')[2]) + 9}")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from qrl import checkpoint, recipe, tasks, tiny
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train, Watch, rules
-from qrl.steps import inputs
+from qrl.tasks import question_sets
 from qrl.train import Job, grpo
 from qrl.train.monitor import watchers
 from qrl.train.rollout import engine_gap
@@ -193,8 +193,11 @@ def test_a_training_that_learns_nothing_is_warned_of_and_stopped_with_the_weight
 @pytest.mark.parametrize("seed", [0, 7])
 def test_probe_questions_are_neither_trained_on_nor_held_out(seed):
     settings = recipe.load("tiny", {"seed": str(seed), "watch.probe_every": "5", "evaluate.n": "3000"})
-    trained, heldout = inputs.questions(settings, "train", settings.train.questions), inputs.all_heldout(settings)
-    probe = inputs.probe(settings, trained, heldout)
+    trained, heldout = (
+        question_sets.load(settings, "train", settings.train.questions),
+        question_sets.load_all_heldout(settings),
+    )
+    probe = question_sets.load_probe(settings, trained, heldout)
     texts = {question.question for question in probe}
     assert len(texts) == len(probe) == settings.watch.probe_n
     assert not texts & {question.question for question in (*trained, *heldout)}
@@ -206,11 +209,11 @@ def test_a_folder_with_too_few_questions_for_a_probe_is_refused(tmp_path):
         (tmp_path / file).write_text("".join(lines))
     overrides = {"data": str(tmp_path), "train.questions": "8", "watch.probe_every": "1", "watch.probe_n": "4"}
     settings = recipe.load("tiny", overrides)
-    trained, heldout = inputs.questions(settings, "train", 8), inputs.all_heldout(settings)
-    probe = inputs.probe(settings, trained, heldout)
+    trained, heldout = question_sets.load(settings, "train", 8), question_sets.load_all_heldout(settings)
+    probe = question_sets.load_probe(settings, trained, heldout)
     assert len(probe) == 4 and not {q.question for q in probe} & {q.question for q in (*trained, *heldout)}
     with pytest.raises(BadInput, match=r"4 questions .*watch\.probe_n asks for 5"):
-        inputs.probe(recipe.load("tiny", overrides | {"watch.probe_n": "5"}), trained, heldout)
+        question_sets.load_probe(recipe.load("tiny", overrides | {"watch.probe_n": "5"}), trained, heldout)
 
 
 def test_a_probe_larger_than_any_use_of_it_is_refused_before_questions_are_made():
