@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 
 from qrl import names
+from qrl.compare.estimates import numbers, with_ends
 from qrl.compare.evidence import Cell, Questions
 from qrl.compare.outcomes import Answered
-from qrl.compare.record import numbers, with_ends
 from qrl.compare.validate import check_columns
 from qrl.errors import BadInput
 from qrl.stats import LEVEL, Estimate, holm_by_key

@@ -21,7 +21,7 @@ class Runs:
         labels: the runs' seeds.
         values: each run's own estimate; its error comes from the questions alone.
         spread: sample variance of these estimates, with S − 1 degrees of freedom.
-        own: mean variance of a run's estimate that comes from questions and is not shared with the other runs.
+        unshared: mean variance of a run's estimate that comes from questions and is not shared with the other runs.
         shared: variance that comes from questions which all runs have in common; more runs do not reduce it. 0 if each
             run has its own questions.
         pooled: the contrast of all runs' answers as if one run gave them: what the questions alone allow.
@@ -30,7 +30,7 @@ class Runs:
     labels: tuple[str, ...]
     values: tuple[Estimate, ...]
     spread: float
-    own: float
+    unshared: float
     shared: float
     pooled: Estimate
 
@@ -41,7 +41,7 @@ class Runs:
     @property
     def between_variance(self) -> float:
         """Variance of the runs' true values by the method of moments: spread minus question error. May be negative."""
-        return self.spread - self.own
+        return self.spread - self.unshared
 
     @property
     def between_sd(self) -> float:
@@ -51,12 +51,12 @@ class Runs:
     @property
     def within_sd(self) -> float:
         """Standard error of one run's estimate that comes from its questions."""
-        return math.sqrt(self.own + self.shared)
+        return math.sqrt(self.unshared + self.shared)
 
     @property
     def stderr(self) -> float:
         """Standard error of the mean over runs; more runs reduce all of it but the shared part."""
-        return math.sqrt(max(self.spread, self.own) / self.count + self.shared)
+        return math.sqrt(max(self.spread, self.unshared) / self.count + self.shared)
 
     def reach(self, tail: float, *, upwards: bool) -> float:
         """Return the distance from the mean over runs to its one-sided bound with error `tail`.
@@ -72,13 +72,13 @@ class Runs:
         """
         of_runs, of_questions = quantile(tail, self.count - 1), quantile(tail, self.pooled.df)  # squared: signs cancel
         both = of_runs**2 * self.spread / self.count + of_questions**2 * self.shared
-        questions_alone = of_questions**2 * (self.own / self.count + self.shared)
+        questions_alone = of_questions**2 * (self.unshared / self.count + self.shared)
         return max(math.sqrt(max(both, questions_alone)), self.pooled.reach(tail, upwards=upwards))
 
     def projected(self, questions: float, runs: int) -> Runs:
         """Return the runs expected with `questions` times the questions and `runs` runs, if the variances are true."""
         between = max(0.0, self.between_variance)
-        own, shared = self.own / questions, self.shared / questions
+        own, shared = self.unshared / questions, self.shared / questions
         groups = max(1.0, self.pooled.df * questions)
         stderr = math.sqrt(own / runs + shared)
         pooled = replace(self.pooled, stderr=stderr, df=groups, tails=None)
