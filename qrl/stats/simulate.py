@@ -58,8 +58,9 @@ class Patterns:
     def study(self, rng: np.random.Generator, n: int) -> Contrasts:
         """Draw a study of n questions."""
         counts = rng.multinomial(n, self.probabilities)
-        seen = counts > 0
-        outcomes, repeats = self.outcomes[:, seen], counts[seen]
+        occurred = counts > 0
+        outcomes = self.outcomes[:, occurred]
+        repeats = counts[occurred]
         return lambda weights: contrast(outcomes, weights, counts=repeats)
 
 
@@ -88,14 +89,15 @@ def is_likely(study: Study, claim: Claim, n: int, power: float, *, studies: int 
         seed: of the draws. One seed for all n keeps the random differences between sizes small.
     """
     rng = np.random.default_rng(seed)
-    shown = drawn = 0
-    while drawn < studies:
-        shown += sum(claim(study(rng, n)) for _ in range(FIRST_STUDIES))
-        drawn += FIRST_STUDIES
-        error = math.sqrt(power * (1 - power) / drawn)
-        if abs(shown / drawn - power) > FAR * error:
+    successes = 0
+    draws = 0
+    while draws < studies:
+        successes += sum(claim(study(rng, n)) for _ in range(FIRST_STUDIES))
+        draws += FIRST_STUDIES
+        error = math.sqrt(power * (1 - power) / draws)
+        if abs(successes / draws - power) > FAR * error:
             break
-    return shown >= power * drawn
+    return successes >= power * draws
 
 
 def two_digits(first: float, last: float) -> list[float]:
@@ -104,8 +106,9 @@ def two_digits(first: float, last: float) -> list[float]:
     Args:
         first, last: above 0.
     """
-    exponents = range(math.floor(math.log10(first)) - 1, math.ceil(math.log10(last)))
-    numbers = [float(f"{digits}e{exponent}") for exponent in exponents for digits in range(10, 100)]
+    numbers = []
+    for exponent in range(math.floor(math.log10(first)) - 1, math.ceil(math.log10(last))):
+        numbers += [float(f"{digits}e{exponent}") for digits in range(10, 100)]
     return [number for number in numbers if first < number <= last]
 
 
@@ -138,6 +141,8 @@ def questions_to_decide(patterns: Patterns, word_of: Callable[[Share], str], fir
     Returns:
         As `least_questions`.
     """
-    return least_questions(
-        patterns.study, lambda of_cells: word_of(share_of_gain(of_cells)) != "inconclusive", first, last
-    )
+
+    def decides(of_cells: Contrasts) -> bool:
+        return word_of(share_of_gain(of_cells)) != "inconclusive"
+
+    return least_questions(patterns.study, decides, first, last)
