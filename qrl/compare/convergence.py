@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, variance
 
 from qrl.stats import Estimate
+from qrl.stats.estimate import bounded_estimate
 from qrl.stats.text import interval
 
 
@@ -91,7 +92,7 @@ def change(histories: Sequence[Sequence[float]]) -> Estimate | None:
     seeds = len(differences)
     if seeds > 1:
         stderr = math.sqrt(variance(differences) / seeds)
-        return Estimate(fmean(differences), stderr, 0, 0, seeds, df=seeds - 1).bounded()
+        return bounded_estimate(fmean(differences), stderr, seeds, df=seeds - 1)
 
     first, last = quarters(histories[0])
     steps = len(first)  # as many as `last` has
@@ -103,7 +104,7 @@ def change(histories: Sequence[Sequence[float]]) -> Estimate | None:
     df = 1.0  # of a constant objective, for which the formula is 0/0
     if total_error != 0:
         df = total_error**2 / (first_error**2 / (steps - 1) + last_error**2 / (steps - 1))
-    return Estimate(differences[0], math.sqrt(total_error), 0, 0, 2 * steps, df=df).bounded()
+    return bounded_estimate(differences[0], math.sqrt(total_error), 2 * steps, df=df)
 
 
 def quarters(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
