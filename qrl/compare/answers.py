@@ -25,7 +25,7 @@ from qrl.stats.text import interval, p_text, table
 
 References = Mapping[Cell, Cell | None]  # cell → the one that it is compared with; None: it is a reference itself
 SHOWN = 20  # changed answers of a cell and direction in the table for people
-LONGEST = 2000  # characters of a text in it, of which its end gets three quarters
+LONGEST = 2000  # characters of a text in it; three quarters of them show its end
 
 _FINISHED = {"stop": 0.0, "length": 1.0}  # finish_reason → whether the answer was cut
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
@@ -278,7 +278,7 @@ def markdown(
     """
     if not any(answers.means or answers.right_to_wrong is not None for answers in by_cell.values()):
         return []
-    counts: dict[str, int] = {}  # measure → answers of which it is known
+    counts: dict[str, int] = {}  # measure → answers for which it is known
     for answers in by_cell.values():
         counts |= {name: mean.n for name, mean in answers.means.items()}
 

@@ -50,7 +50,7 @@ def share_of_gain(evidence: Questions | Counts, variant: str, scheme: str) -> Sh
         part=contrast({(variant, scheme): 1, (BASE, scheme): -1}),
         whole=contrast({(variant, FULL): 1, (BASE, FULL): -1}),
         difference=gain_survival(contrast, variant, scheme),
-        less=lambda share: gain_survival(contrast, variant, scheme, share),
+        excess_over=lambda share: gain_survival(contrast, variant, scheme, share),
     )
 
 

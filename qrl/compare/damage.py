@@ -2,7 +2,7 @@
 
 The loss of a variant v under a scheme q is v:full − v:q. What RL changed is the difference of two losses, grpo's minus
 the base's, or minus that of as many steps of supervised fine-tuning: a contrast of four cells on the same questions.
-That is a difference in points, of which a variant with a higher accuracy has more to lose. So the accuracies that the
+That is a difference in points, and a variant with a higher accuracy has more points to lose. So the accuracies that the
 variants keep, and their log-odds, are compared too, and a sentence says whether the scales agree.
 """
 

@@ -15,7 +15,7 @@ from qrl.stats.simulate import Patterns
 
 Cell = tuple[str, str]  # (variant, scheme)
 BOOTSTRAP_SEED = 0
-_BITS = 60  # cells whose outcomes fit a number of 64 bits
+_BITS = 60  # cells at most that are coded as bits of one 64-bit number
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Questions:
     def patterns(self, cells: Sequence[Cell]) -> Patterns | None:
         """Return how often four cells have each combination of outcomes, to draw studies from.
 
-        None for several runs, groups of questions or shares, of which one question says too little.
+        None for several runs, groups of questions or shares: one question says too little there.
         """
         if len(self.runs) > 1 or self.clusters is not None:
             return None
@@ -187,7 +187,7 @@ class Questions:
         return stats.mcnemar(self.cells[a][0], self.cells[b][0])
 
     def bootstrap(self, weights: Mapping[Cell, float]) -> Estimate | None:
-        """Return the contrast by resampling questions; None for several runs, whose effects questions do not carry."""
+        """Return the contrast by resampling questions; None for several runs, since that leaves out run effects."""
         if len(self.runs) > 1:
             return None
         outcomes = [self.cells[cell][0] for cell in weights]

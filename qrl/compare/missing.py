@@ -19,7 +19,7 @@ from qrl.files.tables import ROW
 
 WRONG = "wrong"
 NO_ROW = -1  # in the column `tables.ROW`: this answer is in no file
-NO_SEED = -1  # instead of a seed's number: the base is one model, whose answers serve all training runs
+NO_SEED = -1  # instead of a seed's number: the base is one model, so its answers serve all training runs
 _OF_QUESTION = ("cluster", "subject", "level", names.QUESTION_TEXT, "answer")
 _OF_CELL = (names.ENGINE, names.DTYPE, names.SETTINGS)
 

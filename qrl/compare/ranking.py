@@ -149,9 +149,9 @@ def measure(frame: pd.DataFrame) -> Methods:
     """
     check_columns(frame)
     _, cells = cells_of(frame)
-    for needed in (PLAIN, FULL):
-        if needed not in cells:
-            raise BadInput(f"Cell {names.cell_name(*needed)} is missing: methods are measured from it.")
+    for reference in (PLAIN, FULL):
+        if reference not in cells:
+            raise BadInput(f"Cell {names.cell_name(*reference)} is missing: methods are measured from it.")
     answered = Answered(frame.drop(columns=names.SETTINGS, errors="ignore"), grid=False)
     evidence = answered.outcomes
 

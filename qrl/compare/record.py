@@ -40,14 +40,14 @@ def table_json(comparison: Comparison) -> dict[str, Any]:
         on points, shares of accuracy and log-odds. `label` is the scheme as tables show it: `full (bf16)`. `seeds`
         counts training runs, null if only counts are known. With one run the spreads are null and `per_seed` is empty;
         with several, both spreads map "delta" and "gain_survival" to standard deviations, and `per_seed` maps each seed
-        to the same two differences and to "gain_kept", whose errors come from its questions alone. Cells with several
+        to the same two differences and to "gain_kept", with errors from its questions alone. Cells with several
         samples per question also have "samples" and "pass_at": {k: …}. "answers" maps each variant to the measures of
         `answers.Answers` that are known, as {"n", "mean", "change"} (against full precision, null under it), and to
         "reference_perplexity", "right_to_wrong", "wrong_to_right", "compared" (answers) and "mcnemar"; it is empty if
-        only counts are known. A cell whose answers quantization made unhealthy says so in "unhealthy". With more than
-        one trained variant, the entry is the first one's, and "others" maps each further label to the same keys.
+        only counts are known. A cell has "unhealthy" if quantization made its answers so. With more than one trained
+        variant, the entry is the first one's, and "others" maps each further label to the same keys.
 
-        Cells whose missing answers count as wrong have "missing", their number. "subgroups" is there if rows name
+        Cells with missing answers that count as wrong have "missing", their number. "subgroups" is there if rows name
         subjects or levels, with differences for each variant and accuracies as differences are written: {kind: {group:
         {"n", "cells": {variant: …}, "delta": {variant: …}}}}.
     """

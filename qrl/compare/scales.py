@@ -96,7 +96,7 @@ def accuracy_kept(evidence: Questions | Counts, variant: str, scheme: str) -> Es
         part=evidence.contrast({quantized: 1}),
         whole=evidence.contrast({full: 1}),
         difference=evidence.contrast({quantized: 1, full: -1}),
-        less=lambda share: evidence.contrast({quantized: 1, full: -share}),
+        excess_over=lambda share: evidence.contrast({quantized: 1, full: -share}),
     )
     kept = share.kept
     return None if kept is None else replace(kept, low=max(0.0, kept.low))

@@ -77,17 +77,17 @@ def markdown(
     for kind, all_groups in by_kind.items():
         with_numbers = [group for group in all_groups if group.accuracies]
         largest = sorted(with_numbers, key=lambda group: -group.n)[:MOST]
-        shown = [group for group in all_groups if group in largest]  # in the order of their names
+        shown_groups = [group for group in all_groups if group in largest]  # in the order of their names
 
         lines += [f"## By {kind}", ""]
-        if shown:
+        if shown_groups:
             for variant in variants[1:]:
                 head = (kind, "n", "scheme", BASE, variant, f"gain: {variant} − {BASE}")
                 rows = []
-                for group in shown:
+                for group in shown_groups:
                     rows += [_row(group, variant, scheme, scheme_label(scheme)) for scheme in schemes]
                 lines += [*table(head, rows), ""]
-        sentences = [_REMARK, *_left_out(kind, all_groups, len(shown))]
+        sentences = [_REMARK, *_left_out(kind, all_groups, len(shown_groups))]
         lines += [" ".join(sentences), ""]
     return lines
 
@@ -176,10 +176,10 @@ def _row(group: Group, variant: str, scheme: str, scheme_label: str) -> list[str
 def _left_out(kind: str, all_groups: Sequence[Group], count_shown: int) -> list[str]:
     """Return sentences on the groups that the table does not show, and why."""
     sentences = []
-    small = [f"{group.name} (n = {group.n})" for group in all_groups if group.n < FEWEST]
-    if small:
-        more = f" and {len(small) - MOST} more" if len(small) > MOST else ""
-        sentences.append(f"Left out, with fewer than {FEWEST} questions: {', '.join(small[:MOST])}{more}.")
+    small_groups = [f"{group.name} (n = {group.n})" for group in all_groups if group.n < FEWEST]
+    if small_groups:
+        rest = f" and {len(small_groups) - MOST} more" if len(small_groups) > MOST else ""
+        sentences.append(f"Left out, with fewer than {FEWEST} questions: {', '.join(small_groups[:MOST])}{rest}.")
     no_error = [f"{group.name} (n = {group.n})" for group in all_groups if group.n >= FEWEST and not group.accuracies]
     if no_error:
         sentences.append(f"Left out, with all questions in one cluster: {', '.join(no_error[:MOST])}.")

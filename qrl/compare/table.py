@@ -207,8 +207,8 @@ def _support(row: Row, verdict: Verdict) -> str:
         p_values = f"{p_text(verdict.p_value)}, Holm-corrected {p_text(row.p_holm)}"
         sentences.append(f"One-sided p of this claim: {p_values}.")
     if row.holds_after_holm is False:
-        alone = "**Significant alone, but not after Holm's correction for the other schemes**"
-        sentences.append(f"{alone}: a lead, not a result.")
+        warning = "**Significant alone, but not after Holm's correction for the other schemes**"
+        sentences.append(f"{warning}: a lead, not a result.")
     return " ".join(sentences)
 
 
@@ -315,6 +315,6 @@ def _bootstrap(comparison: Comparison) -> list[str]:
     check = "A paired bootstrap over questions (10,000 resamples, seeded)"
     largest = max(distances)
     if largest > AGREES:
-        few = "Too few answers change for a bootstrap; the intervals above are exact there"
-        return [f"{check} differs by up to {largest:.3f} at an end of an interval. {few}."]
+        explanation = "Too few answers change for a bootstrap; the intervals above are exact there"
+        return [f"{check} differs by up to {largest:.3f} at an end of an interval. {explanation}."]
     return [f"{check} moves no end of a gain's or gain survival's interval by more than {max(largest, 0.001):.3f}."]

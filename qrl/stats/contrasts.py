@@ -37,7 +37,7 @@ def contrast(
     Source: paired differences, Miller, arXiv 2411.00640, section 4; bound at zero deviations, Clopper and Pearson.
     """
     values = weighted(outcomes, weights)
-    least, most = _extremes(weights)
+    minimum, maximum = _extremes(weights)
     groups = None if clusters is None else Groups.of(clusters, len(values))
     if groups and groups.sizes.max(initial=0) > 1:
         return clustered_contrast(values, groups, weights)
@@ -50,9 +50,9 @@ def contrast(
     _check_independent(n, n)
     mean = float(values @ repeats) / n
     stderr = math.sqrt(float(repeats @ (values - mean) ** 2) / (n - 1) / n)
-    tails = Tails.of(values, repeats, least, most)
+    tails = Tails.of(values, repeats, minimum, maximum)
     if stderr < 1e-12:
-        stderr = _unseen(mean, least, most, n) / quantile(1 - TAIL, n - 1)
+        stderr = _unseen(mean, minimum, maximum, n) / quantile(1 - TAIL, n - 1)
     return bounded_estimate(mean, stderr, n, df=n - 1, tails=tails, limits=limits(weights))
 
 
@@ -74,7 +74,7 @@ def clustered_contrast(
     Raises:
         ValueError: fewer than two groups.
     """
-    least, most = _extremes(weights)
+    minimum, maximum = _extremes(weights)
     n = len(values)
     if questions is None:
         questions = n
@@ -82,15 +82,15 @@ def clustered_contrast(
     mean = float(values.mean())
     stderr = groups.stderr_of_mean(values)
     degrees = groups.degrees_of_freedom(values)
-    tails = Tails.of(values, np.full(n, questions / n), least, most).of_groups(groups.sums(values - mean), n)
+    tails = Tails.of(values, np.full(n, questions / n), minimum, maximum).of_groups(groups.sums(values - mean), n)
     if stderr < 1e-12:
-        stderr = _unseen(mean, least, most, groups.effective) / quantile(1 - TAIL, degrees)
+        stderr = _unseen(mean, minimum, maximum, groups.effective) / quantile(1 - TAIL, degrees)
     return bounded_estimate(mean, stderr, questions, df=degrees, tails=tails, limits=limits(weights))
 
 
-def _unseen(mean: float, least: float, most: float, n: float) -> float:
+def _unseen(mean: float, minimum: float, maximum: float, n: float) -> float:
     """Return how far the true mean may be from one from which none of n values deviates."""
-    return max(mean - least, most - mean) * (1 - TAIL ** (1 / n))
+    return max(mean - minimum, maximum - mean) * (1 - TAIL ** (1 / n))
 
 
 def _check_independent(n: int, groups: int) -> None:
@@ -146,10 +146,10 @@ def independent_contrast(correct: Sequence[int], n: Sequence[int], weights: Sequ
     """
     mean = 0.0
     variance = 0.0
-    for right, size, weight in zip(correct, n, weights, strict=True):
-        check_count(right, size)
-        mean += weight * right / size
-        rate = right / size if 0 < right < size else (right + 2) / (size + 4)
+    for count, size, weight in zip(correct, n, weights, strict=True):
+        check_count(count, size)
+        mean += weight * count / size
+        rate = count / size if 0 < count < size else (count + 2) / (size + 4)
         variance += weight**2 * rate * (1 - rate) / size
     return bounded_estimate(mean, math.sqrt(variance), min(n), limits=limits(weights))
 
@@ -180,13 +180,13 @@ def bootstrap(
         sums, sizes = kinds
 
     rng = np.random.default_rng(seed)
-    resampled = []
+    means = []
     for _ in range(10):  # chunks of a few MB if every question has its own value
-        drawn = rng.multinomial(counts.sum(), counts / counts.sum(), size=1000)
-        resampled.append((drawn @ sums) / (drawn @ sizes))
-    means = np.concatenate(resampled)
-    low, high = np.quantile(means, [TAIL, 1 - TAIL])
-    return Estimate(float(values.mean()), float(means.std(ddof=1)), float(low), float(high), len(values))
+        resamples = rng.multinomial(counts.sum(), counts / counts.sum(), size=1000)
+        means.append((resamples @ sums) / (resamples @ sizes))
+    resampled_means = np.concatenate(means)
+    low, high = np.quantile(resampled_means, [TAIL, 1 - TAIL])
+    return Estimate(float(values.mean()), float(resampled_means.std(ddof=1)), float(low), float(high), len(values))
 
 
 def _few_kinds(sums: np.ndarray) -> np.ndarray:
@@ -226,8 +226,8 @@ def _extremes(weights: Sequence[float]) -> tuple[float, float]:
 
 def limits(weights: Sequence[float]) -> tuple[float, float]:
     """Return `_extremes` for a difference; no limits for a single cell, since `rates` makes the interval of those."""
-    least, most = _extremes(weights)
-    return (least, most) if least < 0 else (-math.inf, math.inf)
+    minimum, maximum = _extremes(weights)
+    return (minimum, maximum) if minimum < 0 else (-math.inf, math.inf)
 
 
 def stderr_of_mean(values: np.ndarray, clusters: ArrayLike | None) -> tuple[float, float, float]:

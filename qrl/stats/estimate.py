@@ -65,7 +65,7 @@ class Runs:
         ratio of the two this covers at least its level, while Satterthwaite's single t with pooled degrees of freedom
         covers as little as 88 % of studies of two runs (`tests/stats/test_stats_runs.py`). If every run has its own
         questions, this is the t interval of the runs' estimates. It is never narrower than that of the pooled
-        questions, whose corrections for few changes it has too.
+        questions, so it includes their corrections for few changes.
 
         Source: Banerjee, Sankhyā 22 (1960) 357, for variances added; crossed random effects of runs and questions:
             Clark, J. Verbal Learning and Verbal Behavior 12 (1973) 335.
@@ -232,8 +232,8 @@ def bounded_estimate(
         estimate, stderr, n, df, runs, tails: as for `Estimate`.
         limits: the least and the most that the number can be.
     """
-    least, most = limits
-    unbounded = Estimate(estimate, stderr, least, most, n, df, runs, tails, least, most)
+    minimum, maximum = limits
+    unbounded = Estimate(estimate, stderr, minimum, maximum, n, df, runs, tails, minimum, maximum)
     return unbounded.bounded()
 
 

@@ -109,8 +109,8 @@ def _wilson(share: float, stderr: float, n: int, effective: float) -> Estimate:
     z = quantile(1 - TAIL)
     shrink = 1 + z**2 / effective
     centre = (share + z**2 / (2 * effective)) / shrink
-    half = z / shrink * math.sqrt(share * (1 - share) / effective + z**2 / (4 * effective**2))
-    low = max(0.0, centre - half)
-    high = min(1.0, centre + half)
+    half_width = z / shrink * math.sqrt(share * (1 - share) / effective + z**2 / (4 * effective**2))
+    low = max(0.0, centre - half_width)
+    high = min(1.0, centre + half_width)
     # At shares of 0 and 1, rounding can put the ends on the wrong side of the share.
     return Estimate(share, stderr, min(low, share), max(high, share), n)

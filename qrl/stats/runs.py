@@ -51,8 +51,8 @@ def contrast_over_runs(
         MS_residual)/(nS), J. Verbal Learning and Verbal Behavior 12 (1973) 335.
     """
     if len(outcomes) < 2 or not len(outcomes) == len(groups) == len(labels):
-        counted = f"Got {len(outcomes)} runs, {len(groups)} sets of groups and {len(labels)} labels"
-        raise ValueError(f"{counted}: expected the same number of each, at least 2.")
+        lengths = f"Got {len(outcomes)} runs, {len(groups)} sets of groups and {len(labels)} labels"
+        raise ValueError(f"{lengths}: expected the same number of each, at least 2.")
     values = [weighted(run, weights) for run in outcomes]
     unshared, shared = _question_variance(values, groups)
     means = [float(run.mean()) for run in values]

@@ -23,7 +23,7 @@ def ratio_of_shares(accuracies: Sequence[float], contrast: Callable[[Sequence[fl
         contrast: weights of the four cells → weighted sum of their accuracies.
         n: questions.
 
-    Source: delta method for the logarithm, whose derivative is 1/p, with the bounds of `contrasts`.
+    Source: delta method for the logarithm, with derivative 1/p, and the bounds of `contrasts`.
     """
     rates = [_inside(rate, n) for rate in accuracies]
     logarithm = sum(sign * math.log(rate) for sign, rate in zip(SIGNS, rates, strict=True))
@@ -40,7 +40,7 @@ def difference_in_log_odds(
     Args:
         accuracies, contrast, n: as for `ratio_of_shares`.
 
-    Source: delta method for the logit, whose derivative is 1/(p(1 − p)), with the bounds of `contrasts`.
+    Source: delta method for the logit, with derivative 1/(p(1 − p)), and the bounds of `contrasts`.
     """
     rates = [_inside(rate, n) for rate in accuracies]
     change = sum(sign * math.log(rate / (1 - rate)) for sign, rate in zip(SIGNS, rates, strict=True))

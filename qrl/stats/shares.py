@@ -25,13 +25,13 @@ class Share:
     Attributes:
         part, whole: the two numbers.
         difference: part − whole.
-        less: share → part − share · whole.
+        excess_over: share → part − share · whole.
     """
 
     part: Estimate
     whole: Estimate
     difference: Estimate
-    less: Callable[[float], Estimate]
+    excess_over: Callable[[float], Estimate]
 
     def beyond(self, share: float) -> Estimate:
         """Return part − share · whole: above 0 if more than that share is kept.
@@ -43,7 +43,7 @@ class Share:
 
         Source: bounds of a sum from those of its summands, Zou and Donner, Stat. Med. 27 (2008) 1693.
         """
-        contrast = self.less(share)
+        contrast = self.excess_over(share)
         if not (self.difference.few or self.part.few):
             return contrast
         from_part = ((self.part, 1.0), (self.whole, -share))
@@ -66,7 +66,7 @@ class Share:
         upper = self._end(1 - LEVEL, upwards=True)
         if not all(map(math.isfinite, (low, high, lower, upper))):
             return None
-        stderr = self.less(estimate).stderr / self.whole.estimate
+        stderr = self.excess_over(estimate).stderr / self.whole.estimate
         return Estimate(estimate, stderr, low, high, self.whole.n, one_sided=(lower, upper))
 
     def _end(self, tail: float, *, upwards: bool) -> float:

@@ -74,7 +74,7 @@ def share_of_gain(of_cells: Contrasts) -> Share:
         part=of_cells((0, 0, -1, 1)),
         whole=of_cells((-1, 1, 0, 0)),
         difference=of_cells((1, -1, -1, 1)),
-        less=lambda share: of_cells((share, -share, -1, 1)),
+        excess_over=lambda share: of_cells((share, -share, -1, 1)),
     )
 
 

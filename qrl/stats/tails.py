@@ -64,13 +64,13 @@ class Tails:
     changes: tuple[Side, Side] | None = None
 
     @classmethod
-    def of(cls, values: np.ndarray, repeats: np.ndarray, least: float, most: float) -> Tails:
+    def of(cls, values: np.ndarray, repeats: np.ndarray, minimum: float, maximum: float) -> Tails:
         """Return the corrections for a mean of independent values.
 
         Args:
             values: (k,) of questions; some may be equal.
             repeats: (k,) how many questions have each value.
-            least, most: what a value can be.
+            minimum, maximum: what a value can be.
         """
         n = round(float(repeats.sum()))
         mean = float(values @ repeats) / n
@@ -91,8 +91,8 @@ class Tails:
             return Side(total, squares, max(allowed, float(sizes.max())), n)
 
         changes = rounded - mode
-        upwards = side(np.maximum(changes, 0), most - mode)
-        downwards = side(np.maximum(-changes, 0), mode - least)
+        upwards = side(np.maximum(changes, 0), maximum - mode)
+        downwards = side(np.maximum(-changes, 0), mode - minimum)
         return cls(lean, (upwards, downwards))
 
     def of_groups(self, sums: np.ndarray, n: int) -> Tails:
@@ -129,9 +129,9 @@ class Tails:
         skewed = t_reach + lean * (float(ndtri(tail)) ** 2 + 2) / 3
         if self.changes is None:
             return skewed
-        up, down = self.changes
+        above, below = self.changes
         # A bound moves away from the mean with more changes in its direction, and with fewer in the other one.
-        towards, opposite = (up, down) if upwards else (down, up)
+        towards, opposite = (above, below) if upwards else (below, above)
         _, most_towards = towards.bounds(tail)
         fewest_opposite, _ = opposite.bounds(tail)
         exact = math.hypot(most_towards - towards.total, opposite.total - fewest_opposite)

@@ -318,16 +318,16 @@ class _Condition:
 
     def questions(self) -> float:
         """Return how many times the questions are needed, if error and bound shrink with their root."""
-        needed = self.estimate.reach(self.tail, upwards=self.upwards) + quantile(POWER) * self.estimate.stderr
-        return (needed / self.distance) ** 2
+        detectable = self.estimate.reach(self.tail, upwards=self.upwards) + quantile(POWER) * self.estimate.stderr
+        return (detectable / self.distance) ** 2
 
     def is_met(self, questions: float, runs: int) -> bool:
         """Return whether that many times the questions and that many runs show the claim with `POWER`."""
         if self.estimate.runs is None:
             return self.questions() <= questions
         projected = self.estimate.runs.projected(questions, runs)
-        needed = projected.reach(self.tail, upwards=self.upwards) + quantile(POWER) * projected.stderr
-        return needed <= self.distance
+        detectable = projected.reach(self.tail, upwards=self.upwards) + quantile(POWER) * projected.stderr
+        return detectable <= self.distance
 
 
 def _ways_to_decide(gains: Gains) -> list[list[_Condition]]:
