@@ -119,10 +119,9 @@ def _far(runs: Runs) -> list[str]:
     sentences = []
     for index, seed in enumerate(runs.labels):
         other_values = np.delete(values, index)
-        question_limit = _ERRORS * math.sqrt(runs.unshared * (1 + 1 / len(other_values)))
-        run_limit = (
-            quantile(_RARE, len(other_values) - 1) * other_values.std(ddof=1) * math.sqrt(1 + 1 / len(other_values))
-        )
+        count = len(other_values)
+        question_limit = _ERRORS * math.sqrt(runs.unshared * (1 + 1 / count))
+        run_limit = quantile(_RARE, count - 1) * other_values.std(ddof=1) * math.sqrt(1 + 1 / count)
         if abs(values[index] - other_values.mean()) > math.hypot(question_limit, run_limit):
             texts = f"{signed(values[index])} beside {signed(other_values.mean())} on average"
             sentences.append(f"Seed {seed} lies far from the others: {texts}")

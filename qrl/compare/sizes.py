@@ -210,7 +210,7 @@ def _joint_rows(index: int, frame: pd.DataFrame) -> pd.DataFrame:
             label = None
         labels.append(label)
     rows = frame.assign(variant=labels, scheme=names.FULL).drop(columns=names.SETTINGS, errors="ignore")
-    return rows[rows["variant"].notna()]
+    return pd.DataFrame(rows[rows["variant"].notna()])
 
 
 def _joint_cell(index: int, cell: Cell) -> Cell:

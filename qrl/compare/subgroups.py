@@ -132,9 +132,9 @@ def _ordered(group_names: Iterable[str]) -> list[str]:
     """Return the different names of groups: numbers by value, before texts."""
 
     def order(name: str) -> tuple[bool, float, str]:
-        number = float(pd.to_numeric(name, errors="coerce"))
-        is_text = np.isnan(number)
-        return bool(is_text), 0.0 if is_text else number, name
+        number = pd.to_numeric(name, errors="coerce")
+        is_text = bool(np.isnan(number))
+        return is_text, 0.0 if is_text else float(number), name
 
     return sorted(set(group_names), key=order)
 

@@ -257,7 +257,7 @@ def engine(frame: pd.DataFrame) -> str:
             f"The cells were answered by different engines ({', '.join(engines)}) with different arithmetic, so they "
             "cannot be compared: evaluate all of them with one evaluate.engine."
         )
-    if frame[names.ENGINE].isna().any():
+    if bool(frame[names.ENGINE].isna().any()):
         return ""
     return max(engines, key=len, default="")  # the one with a version, if any row has it
 
