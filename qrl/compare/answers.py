@@ -85,12 +85,12 @@ class Answers:
         return None if mean is None else math.exp(min(700.0, -mean.estimate))
 
 
-def measured(rows: Answered, changed: pd.DataFrame, references: References) -> dict[Cell, Answers]:
+def measure(rows: Answered, changed: pd.DataFrame, references: References) -> dict[Cell, Answers]:
     """Return what is known of each cell's answers.
 
     Args:
         rows: the table of answers.
-        changed: from `changed`.
+        changed: from `find_changed`.
         references: of all cells, in order.
 
     Raises:
@@ -151,7 +151,7 @@ def _with_changes(answers: Answers, cell: Cell, reference: Cell, evidence: Quest
     )
 
 
-def changed(rows: Answered, references: References) -> pd.DataFrame:
+def find_changed(rows: Answered, references: References) -> pd.DataFrame:
     """Return the answers that were graded differently from their reference's, in the order of the rows.
 
     Args:
@@ -221,11 +221,11 @@ def _pairs(rows: Answered, references: References) -> tuple[np.ndarray, np.ndarr
     return positions[is_paired], of_references[first[matches]][is_paired]
 
 
-def shown(changed: pd.DataFrame, texts: Texts | None = None) -> pd.DataFrame:
+def sample_texts(changed: pd.DataFrame, texts: Texts | None = None) -> pd.DataFrame:
     """Return at most `SHOWN` changed answers of each cell and direction, as texts that a page can show.
 
     Args:
-        changed: from `changed`.
+        changed: from `find_changed`.
         texts: where its rows were read from, if only the columns that are computed with were read.
 
     Returns:

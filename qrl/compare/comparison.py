@@ -177,7 +177,7 @@ class Comparison:
     @cached_property
     def answers(self) -> dict[Cell, Answers]:
         """Cell → what its answers are like besides right or wrong; empty if only counts are known."""
-        return answers.measured(self.answered, self.changed, self.references) if self.answered else {}
+        return answers.measure(self.answered, self.changed, self.references) if self.answered else {}
 
     @cached_property
     def unhealthy(self) -> dict[Cell, str]:
@@ -188,9 +188,9 @@ class Comparison:
     def changed(self) -> pd.DataFrame:
         """A row per answer that is right under one of a quantized scheme and full precision, and wrong under the other.
 
-        See `answers.changed`; empty if only counts are known.
+        See `answers.find_changed`; empty if only counts are known.
         """
-        return answers.changed(self.answered, self.references) if self.answered else pd.DataFrame()
+        return answers.find_changed(self.answered, self.references) if self.answered else pd.DataFrame()
 
     @cached_property
     def subgroups(self) -> dict[str, list[Group]]:
@@ -198,9 +198,9 @@ class Comparison:
         return subgroups.groups(self.answered, list(self.cells)) if self.answered else {}
 
     def changed_shown(self) -> pd.DataFrame:
-        """Return a few of the changed answers as texts for people; see `answers.shown`."""
+        """Return a few of the changed answers as texts for people; see `answers.sample_texts`."""
         texts = self.answered.frame.attrs.get(TEXTS) if self.answered else None
-        return answers.shown(self.changed, texts)
+        return answers.sample_texts(self.changed, texts)
 
     @property
     def variants(self) -> tuple[str, ...]:

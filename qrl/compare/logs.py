@@ -18,8 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from qrl.compare.missing import WRONG
-from qrl.compare.missing import check as check_missing
+from qrl.compare.missing import WRONG, check_missing
 from qrl.compare.read import read_questions
 from qrl.compare.validate import quoted
 from qrl.errors import BadInput

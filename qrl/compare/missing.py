@@ -34,7 +34,7 @@ class _Missing:
     template: np.ndarray
 
 
-def check(missing: str | None) -> None:
+def check_missing(missing: str | None) -> None:
     """Raise BadInput if missing answers shall count as anything but wrong."""
     if missing not in (None, WRONG):
         raise BadInput(f"missing is {missing!r:.40}, but must be '{WRONG}', which counts missing answers as wrong.")
@@ -54,7 +54,7 @@ def filled(frame: pd.DataFrame, missing: str | None) -> pd.DataFrame:
     Raises:
         BadInput: `missing` is something else.
     """
-    check(missing)
+    check_missing(missing)
     needed = [column for column in COLUMNS if column != "correct"]
     is_unreadable = frame.empty or not set(COLUMNS) <= set(frame.columns) or bool(frame[needed].isna().any(axis=None))
     if missing is None or is_unreadable:  # what is wrong with such a table, the comparison says

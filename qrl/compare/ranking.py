@@ -113,7 +113,7 @@ class Methods:
     @cached_property
     def answers(self) -> dict[Cell, Answers]:
         """Cell → what its answers are like besides right or wrong."""
-        return answers.measured(self.answered, self.changed, self.references) if self.answered else {}
+        return answers.measure(self.answered, self.changed, self.references) if self.answered else {}
 
     @cached_property
     def unhealthy(self) -> dict[Cell, str]:
@@ -122,13 +122,13 @@ class Methods:
 
     @cached_property
     def changed(self) -> pd.DataFrame:
-        """A row per answer that was graded differently from its reference's; see `answers.changed`."""
-        return answers.changed(self.answered, self.references) if self.answered else pd.DataFrame()
+        """A row per answer that was graded differently from its reference's; see `answers.find_changed`."""
+        return answers.find_changed(self.answered, self.references) if self.answered else pd.DataFrame()
 
     def changed_shown(self) -> pd.DataFrame:
-        """Return a few of them as texts for people, with columns method and reference; see `answers.shown`."""
+        """Return a few of them as texts for people, with columns method and reference; see `answers.sample_texts`."""
         texts = self.answered.frame.attrs.get(TEXTS) if self.answered else None
-        table = answers.shown(self.changed, texts)
+        table = answers.sample_texts(self.changed, texts)
         if len(table):
             references = []
             for cell in zip(table["variant"], table["scheme"], strict=True):

@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -25,6 +26,7 @@ FIRST_STUDIES = 50  # enough to see that a probability is far from the wanted on
 FAR = 3.0  # Monte Carlo errors
 POWER = 0.80  # of an n that decides
 
+Number = TypeVar("Number", int, float)
 Weights = tuple[float, float, float, float]  # of the four cells
 Contrasts = Callable[[Weights], Estimate]  # of one study: the weighted sum of its cells' accuracies
 Study = Callable[[np.random.Generator, int], Contrasts]  # draws a study of n questions
@@ -112,7 +114,7 @@ def two_digits(first: float, last: float) -> list[float]:
     return [number for number in numbers if first < number <= last]
 
 
-def first_of(candidates: Sequence[float], holds: Callable[[float], bool]) -> float | None:
+def first_of(candidates: Sequence[Number], holds: Callable[[Number], bool]) -> Number | None:
     """Return the first of the candidates for which a monotone condition holds; None if none does."""
     index = bisect_left(candidates, True, key=holds)
     return candidates[index] if index < len(candidates) else None

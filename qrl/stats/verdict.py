@@ -11,7 +11,6 @@ one that is shown is the verdict:
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ from typing import Literal, get_args
 
 from qrl.stats.estimate import LEVEL, TAIL, Estimate, quantile, signed
 from qrl.stats.shares import Share
-from qrl.stats.simulate import Patterns, questions_to_decide
+from qrl.stats.simulate import Patterns, first_of, questions_to_decide
 from qrl.stats.text import interval, percent_interval
 
 Word = Literal["lost", "survives", "reduced", "inconclusive"]
@@ -352,7 +351,8 @@ def _questions_to_decide(gains: Gains, ways: list[list[_Condition]], patterns: P
         if gains.survival.few:
             return None  # the bounds are exact ones, which no formula projects over several runs
         runs = gains.full.runs.count
-        return least(lambda n: _is_decided(ways, n / present, runs), present + 1, FURTHEST * present)
+        sizes = range(present + 1, FURTHEST * present + 1)
+        return first_of(sizes, lambda n: _is_decided(ways, n / present, runs))
 
     factor = min(max(condition.questions() for condition in way) for way in ways)
     questions = max(present + 1, math.ceil(present * factor))
@@ -366,7 +366,8 @@ def _seeds_to_decide(gains: Gains, ways: list[list[_Condition]]) -> int | None:
     """Return the training runs that would settle the verdict with the present questions; None for a single run."""
     if not ways or gains.full.runs is None or gains.survival.few:
         return None
-    return least(lambda runs: _is_decided(ways, 1.0, runs), gains.full.runs.count + 1, MOST_SEEDS)
+    counts = range(gains.full.runs.count + 1, MOST_SEEDS + 1)
+    return first_of(counts, lambda runs: _is_decided(ways, 1.0, runs))
 
 
 def _is_decided(ways: list[list[_Condition]], questions: float, runs: int) -> bool:
@@ -376,10 +377,3 @@ def _is_decided(ways: list[list[_Condition]], questions: float, runs: int) -> bo
 
 def _word_of(margin: float | None) -> Callable[[Share], Word]:
     return lambda share: Gains(share, margin).word()
-
-
-def least(holds: Callable[[int], bool], first: int, last: int) -> int | None:
-    """Return the smallest integer from `first` to `last` for which a monotone condition holds; None if none does."""
-    numbers = range(first, last + 1)
-    index = bisect_left(numbers, True, key=holds)
-    return numbers[index] if index < len(numbers) else None
