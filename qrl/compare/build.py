@@ -7,15 +7,15 @@ from typing import Any
 import pandas as pd
 
 from qrl import names
-from qrl.compare import missing as absent
 from qrl.compare.comparison import Comparison
 from qrl.compare.evidence import Cell, Counts
+from qrl.compare.missing import filled
 from qrl.compare.outcomes import Answered
 from qrl.compare.read import read_questions
 from qrl.compare.validate import check_grid, engine, full_with_dtype, unusual_groups
 from qrl.errors import BadInput
 
-_MOST = 10**15  # questions of counts: beyond, floats leave out whole numbers
+_LARGEST_N = 10**15  # questions of counts: beyond, floats leave out whole numbers
 
 
 def compare(
@@ -67,9 +67,15 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None, missing:
         BadInput: columns are missing, outcomes are outside 0..1, rows are duplicated, cells answered different
             questions, or base or full is missing.
     """
-    answered = Answered(absent.filled(frame, missing))
-    full, sizes = full_with_dtype(frame), unusual_groups(frame)
-    return Comparison(answered.outcomes, margin, engine(frame), full, answered, sizes)
+    answered = Answered(filled(frame, missing))
+    return Comparison(
+        evidence=answered.outcomes,
+        margin=margin,
+        engine=engine(frame),
+        full=full_with_dtype(frame),
+        answered=answered,
+        groups=unusual_groups(frame),
+    )
 
 
 def from_counts(counts: Mapping[str, Any], *, margin: float | None = None, reference: str | None = None) -> Comparison:
@@ -84,8 +90,8 @@ def from_counts(counts: Mapping[str, Any], *, margin: float | None = None, refer
         BadInput: n is missing, a count is outside 0..n, or no gain can be computed from the cells.
     """
     n = counts.get("n")
-    if type(n) is not int or not 2 <= n <= _MOST:  # True is an int too
-        expected = f"the number of questions, a whole number of at least 2 and at most {_MOST:,}"
+    if type(n) is not int or not 2 <= n <= _LARGEST_N:  # True is an int too
+        expected = f"the number of questions, a whole number of at least 2 and at most {_LARGEST_N:,}"
         raise BadInput(f"'n' is {n!r:.40}, but must be {expected}.")
     correct: dict[Cell, int] = {}
     for variant, schemes in counts.items():
@@ -95,7 +101,7 @@ def from_counts(counts: Mapping[str, Any], *, margin: float | None = None, refer
             expected = 'must map schemes to right answers, as in {"full": 68}'
             raise BadInput(f"'{variant}' is {schemes!r}, but {expected}.")
         for label, count in schemes.items():
-            cell = variant, names.scheme(label, reference)
+            cell = (variant, names.scheme(label, reference))
             if type(count) is not int or not 0 <= count <= n:
                 problem = f"Cell {names.cell_name(*cell)} has {count!r} right answers"
                 raise BadInput(f"{problem}, but must have a whole number from 0 to n = {n}.")

@@ -1,20 +1,24 @@
-"""A comparison: every cell's accuracy, and the gains, losses and verdicts that follow from them."""
+"""A comparison: every cell's accuracy, and the gains, losses and verdicts that follow from them.
+
+This file computes. Tables and sentences for people are written by `table`, documents and metrics by `record`; both are
+functions of a `Comparison`, which has short methods for them, so that a script can print one.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pandas as pd
 
 from qrl import names, stats
-from qrl.compare import health, record, table
-from qrl.compare.answers import Answers, References, changed, measured, shown
+from qrl.compare import answers, health, subgroups
+from qrl.compare.answers import Answers, References
 from qrl.compare.evidence import Cell, Counts, Questions
 from qrl.compare.outcomes import Answered
 from qrl.compare.scales import Scales, measure_scales
-from qrl.compare.subgroups import Group, groups
+from qrl.compare.subgroups import Group
 from qrl.errors import BadInput
 from qrl.files.tables import TEXTS
 from qrl.names import BASE, FULL
@@ -46,7 +50,7 @@ def share_of_gain(evidence: Questions | Counts, variant: str, scheme: str) -> Sh
         part=contrast({(variant, scheme): 1, (BASE, scheme): -1}),
         whole=contrast({(variant, FULL): 1, (BASE, FULL): -1}),
         difference=gain_survival(contrast, variant, scheme),
-        less=lambda share: gain_survival(contrast, variant, scheme, share),
+        excess_over=lambda share: gain_survival(contrast, variant, scheme, share),
     )
 
 
@@ -76,7 +80,9 @@ class Row:
     @property
     def differences(self) -> dict[str, Estimate]:
         """`delta`, and `gain_survival` if it is defined."""
-        return {"delta": self.delta} | ({"gain_survival": self.gain_survival} if self.gain_survival else {})
+        if self.gain_survival is None:
+            return {"delta": self.delta}
+        return {"delta": self.delta, "gain_survival": self.gain_survival}
 
     @property
     def gain_kept(self) -> Estimate | None:
@@ -84,7 +90,7 @@ class Row:
         return self.verdict.kept if self.verdict else None
 
     @property
-    def holds_together(self) -> bool | None:
+    def holds_after_holm(self) -> bool | None:
         """Whether the verdict remains significant after Holm's correction; None if it is inconclusive."""
         if self.verdict is None or self.verdict.verdict == "inconclusive" or self.p_holm is None:
             return None
@@ -111,17 +117,11 @@ class Comparison:
     answered: Answered | None = field(default=None, repr=False, compare=False)
     groups: Mapping[str, int] = field(default_factory=dict)
 
-    table_json, metrics = record.as_json, record.as_metrics
-    markdown, sentence = table.as_markdown, table.as_sentence
-
-    def __str__(self) -> str:
-        return self.markdown()
-
-    _repr_markdown_ = __str__
-
     def __post_init__(self) -> None:
+        if self.margin is None:
+            return
         is_number = isinstance(self.margin, Real) and not isinstance(self.margin, bool)
-        if self.margin is not None and not (is_number and 0 < self.margin < 1):
+        if not is_number or not 0 < self.margin < 1:
             expected = "must be between 0 and 1: the loss of accuracy that still counts as survival"
             raise BadInput(f"The margin is {self.margin!r}, but {expected}.")
 
@@ -131,12 +131,14 @@ class Comparison:
 
         `base` and `full` come first, known schemes before the user's own.
         """
-        order = [*names.SCHEMES, *sorted({scheme for _, scheme in self.evidence.cells}.difference(names.SCHEMES))]
-        ranked = sorted(
-            self.evidence.cells,
-            key=lambda cell: (cell[0] != BASE, cell[0] != names.GRPO, cell[0], order.index(cell[1])),
-        )
-        return {cell: self.evidence.accuracy(cell) for cell in ranked}
+        users_schemes = {scheme for _, scheme in self.evidence.cells}.difference(names.SCHEMES)
+        schemes = [*names.SCHEMES, *sorted(users_schemes)]
+
+        def order(cell: Cell) -> tuple:
+            variant, scheme = cell
+            return variant != BASE, variant != names.GRPO, variant, schemes.index(scheme)
+
+        return {cell: self.evidence.accuracy(cell) for cell in sorted(self.evidence.cells, key=order)}
 
     @property
     def n(self) -> int:
@@ -160,14 +162,22 @@ class Comparison:
         return {cell: by_k for cell, by_k in by_cell.items() if by_k}
 
     @property
+    def missing_answers(self) -> Mapping[Cell, int]:
+        """Cell → answers that were missing and count as wrong; only cells with such answers."""
+        return self.answered.missing_answers if self.answered else {}
+
+    @property
     def references(self) -> References:
-        """Cell → the same variant at full precision."""
-        return {cell: None if cell[1] == FULL else (cell[0], FULL) for cell in self.cells}
+        """Cell → the same variant at full precision; None for that cell itself."""
+        references: dict[Cell, Cell | None] = {}
+        for variant, scheme in self.cells:
+            references[variant, scheme] = None if scheme == FULL else (variant, FULL)
+        return references
 
     @cached_property
     def answers(self) -> dict[Cell, Answers]:
-        """Cell → what its answers are like beside right or wrong; empty if only counts are known."""
-        return measured(self.answered, self.changed, self.references) if self.answered else {}
+        """Cell → what its answers are like besides right or wrong; empty if only counts are known."""
+        return answers.measure(self.answered, self.changed, self.references) if self.answered else {}
 
     @cached_property
     def unhealthy(self) -> dict[Cell, str]:
@@ -178,18 +188,19 @@ class Comparison:
     def changed(self) -> pd.DataFrame:
         """A row per answer that is right under one of a quantized scheme and full precision, and wrong under the other.
 
-        See `answers.changed`; empty if only counts are known.
+        See `answers.find_changed`; empty if only counts are known.
         """
-        return changed(self.answered, self.references) if self.answered else pd.DataFrame()
+        return answers.find_changed(self.answered, self.references) if self.answered else pd.DataFrame()
 
     @cached_property
     def subgroups(self) -> dict[str, list[Group]]:
         """Subject and level → their groups of questions; empty where the rows name none."""
-        return groups(self)
+        return subgroups.groups(self.answered, list(self.cells)) if self.answered else {}
 
     def changed_shown(self) -> pd.DataFrame:
-        """Return a few of them as texts for people; see `answers.shown`."""
-        return shown(self.changed, self.answered.frame.attrs.get(TEXTS) if self.answered else None)
+        """Return a few of the changed answers as texts for people; see `answers.sample_texts`."""
+        texts = self.answered.frame.attrs.get(TEXTS) if self.answered else None
+        return answers.sample_texts(self.changed, texts)
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -204,13 +215,19 @@ class Comparison:
     @cached_property
     def rows(self) -> tuple[Row, ...]:
         """Every trained variant under every scheme, with Holm's correction over all verdicts."""
-        rows = [self._row(variant, scheme) for variant in self.variants[1:] for scheme in self.schemes]
+        rows = []
+        for variant in self.variants[1:]:
+            rows += [self._row(variant, scheme) for scheme in self.schemes]
+
         # An inconclusive verdict makes no claim, but its scheme was tested too, and counts in the correction.
-        tested = {place: row.verdict for place, row in enumerate(rows) if row.verdict}
-        p_values = {place: 1.0 if verdict.p_value is None else verdict.p_value for place, verdict in tested.items()}
-        for place, corrected in stats.holm_by_key(p_values).items():
-            if tested[place].p_value is not None:
-                rows[place] = replace(rows[place], p_holm=corrected)
+        p_values = {}
+        for index, row in enumerate(rows):
+            if row.verdict:
+                p_values[index] = 1.0 if row.verdict.p_value is None else row.verdict.p_value
+        for index, p_holm in stats.holm_by_key(p_values).items():
+            verdict = rows[index].verdict
+            if verdict and verdict.p_value is not None:
+                rows[index] = replace(rows[index], p_holm=p_holm)
         return tuple(rows)
 
     def row(self, scheme: str, variant: str | None = None) -> Row:
@@ -230,38 +247,72 @@ class Comparison:
         """
         for cell in (a, b):
             if cell not in self.cells:
-                known = ", ".join(names.cell_name(*known) for known in self.cells)
-                raise BadInput(f"There is no cell {names.cell_name(*cell)}: expected one of {known}.")
+                evaluated = ", ".join(names.cell_name(*evaluated_cell) for evaluated_cell in self.cells)
+                raise BadInput(f"There is no cell {names.cell_name(*cell)}: expected one of {evaluated}.")
         return self.evidence.contrast({a: 1, b: -1})
 
     def shown(self, scheme: str) -> str:
         """Return the scheme as tables and figures show it: `full (bf16)`, `awq (groups of 64)`."""
         return self.full if scheme == FULL else names.with_groups(scheme, self.groups.get(scheme))
 
+    def markdown(self) -> str:
+        """Return the tables for people; see `table.markdown`."""
+        # Imported here, since `table` is about this class: the methods are for scripts, and nothing here needs them.
+        from qrl.compare import table
+
+        return table.markdown(self)
+
+    __str__ = markdown
+    _repr_markdown_ = markdown
+
+    def sentence(self) -> str:
+        """Return the verdicts in a sentence each; see `table.sentence`."""
+        from qrl.compare import table
+
+        return table.sentence(self)
+
+    def table_json(self) -> dict[str, Any]:
+        """Return the contract `table.json`; see `record.table_json`."""
+        from qrl.compare import record
+
+        return record.table_json(self)
+
+    def metrics(self) -> dict[str, float]:
+        """Return MLflow metrics; see `record.metrics`."""
+        from qrl.compare import record
+
+        return record.metrics(self)
+
     def _row(self, variant: str, scheme: str) -> Row:
-        base, trained = (BASE, scheme), (variant, scheme)
-        bootstrap = self.evidence.bootstrap
-        resampled = {"delta": bootstrap({trained: 1, base: -1})}
+        base = (BASE, scheme)
+        trained = (variant, scheme)
         row = Row(variant, scheme, self.difference(trained, base), self.evidence.mcnemar(trained, base))
+        resampled = {"delta": self.evidence.bootstrap({trained: 1, base: -1})}
         if scheme != FULL:
-            resampled["gain_survival"] = gain_survival(bootstrap, variant, scheme)
             row = self._with_verdict(row)
+            resampled["gain_survival"] = gain_survival(self.evidence.bootstrap, variant, scheme)
         return replace(row, bootstrap={name: value for name, value in resampled.items() if value})
 
     def _with_verdict(self, row: Row) -> Row:
         """Return the row of a quantized scheme with what follows from its four cells."""
-        variant, scheme = row.variant, row.scheme
-        base, trained, base_full, trained_full = (BASE, scheme), (variant, scheme), (BASE, FULL), (variant, FULL)
-        share = share_of_gain(self.evidence, variant, scheme)
+        variant = row.variant
+        base = (BASE, row.scheme)
+        trained = (variant, row.scheme)
+        base_full = (BASE, FULL)
+        trained_full = (variant, FULL)
         four_cells = (base_full, trained_full, base, trained)
+
+        share = share_of_gain(self.evidence, variant, row.scheme)
         accuracies = {names.cell_name(*cell): self.cells[cell].estimate for cell in four_cells}
         verdict = judge(Gains(share, self.margin), accuracies, self.evidence.patterns(four_cells))
-        losses = {BASE: self.difference(base, base_full), variant: self.difference(trained, trained_full)}
+        kept_by_seed = {}
+        for run in self.evidence.each_run():
+            kept_by_seed[run.runs[0]] = share_of_gain(run, variant, row.scheme).kept
         return replace(
             row,
             gain_survival=share.difference,
             verdict=verdict,
-            scales=measure_scales(self.evidence, variant, scheme, share.difference),
-            kept_by_seed={run.runs[0]: share_of_gain(run, variant, scheme).kept for run in self.evidence.each_run()},
-            losses=losses,
+            scales=measure_scales(self.evidence, variant, row.scheme, share.difference),
+            kept_by_seed=kept_by_seed,
+            losses={BASE: self.difference(base, base_full), variant: self.difference(trained, trained_full)},
         )

@@ -3,7 +3,7 @@
 Converged: over the training seeds, the 95 % interval of the method's own cell − base under the same scheme is above 0,
 and the training objective did not get worse. For a reward, the mean over the last quarter of steps is not below that
 over the first quarter; for a distillation loss, it is not above. The rule uses these means alone; the interval of their
-difference, over seeds or over the steps of a single seed, is reported beside the verdict.
+difference, over seeds or over the steps of a single seed, is reported with the verdict.
 """
 
 import math
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import fmean, variance
 
 from qrl.stats import Estimate
+from qrl.stats.estimate import bounded_estimate
 from qrl.stats.text import interval
 
 
@@ -30,10 +31,19 @@ class Convergence:
     @property
     def reason(self) -> str:
         """The conditions of the rule that are not met; empty if the training converged."""
-        improved = self.last >= self.first if self.measure == "reward" else self.last <= self.first
-        parts = [] if self.gain.low > 0 else ["no significant gain over base in the same scheme"]
-        parts += [] if improved else [f"the {self.measure} got worse"]
-        return " and ".join(parts)
+        # A training that diverged has NaN here, which meets no condition.
+        has_gain = self.gain.low > 0
+        if self.measure == "reward":
+            objective_held = self.last >= self.first
+        else:
+            objective_held = self.last <= self.first
+
+        unmet = []
+        if not has_gain:
+            unmet.append("no significant gain over base in the same scheme")
+        if not objective_held:
+            unmet.append(f"the {self.measure} got worse")
+        return " and ".join(unmet)
 
     @property
     def converged(self) -> bool:
@@ -42,11 +52,11 @@ class Convergence:
     def row(self) -> tuple[str, str, str, str]:
         """Return the cells of a table row."""
         result = "yes" if self.converged else f"no: {self.reason}"
-        ends = f"{self.measure} {self.first:.3g} → {self.last:.3g}"
+        objective = f"{self.measure} {self.first:.3g} → {self.last:.3g}"
         if self.change:  # two significant digits, since losses are small
             low, high = self.change.low, self.change.high
-            ends += f", {self.change.estimate:+.2g} [{low:+.2g}, {high:+.2g}]".replace("-", "−")
-        return f"{self.variant} · {self.scheme}", interval(self.gain), ends, result
+            objective += f", {self.change.estimate:+.2g} [{low:+.2g}, {high:+.2g}]".replace("-", "−")
+        return f"{self.variant} · {self.scheme}", interval(self.gain), objective, result
 
 
 def judge(variant: str, scheme: str, gain: Estimate, histories: Sequence[Sequence[float]], measure: str) -> Convergence:
@@ -58,9 +68,13 @@ def judge(variant: str, scheme: str, gain: Estimate, histories: Sequence[Sequenc
         histories: per seed, the objective at every step.
         measure: "reward" or "loss".
     """
-    ends = [(fmean(begin), fmean(end)) for begin, end in map(quarters, histories)]
-    first, last = map(fmean, zip(*ends, strict=True))
-    return Convergence(variant, scheme, gain, measure, first, last, change(histories))
+    first_means = []
+    last_means = []
+    for history in histories:
+        first, last = quarters(history)
+        first_means.append(fmean(first))
+        last_means.append(fmean(last))
+    return Convergence(variant, scheme, gain, measure, fmean(first_means), fmean(last_means), change(histories))
 
 
 def change(histories: Sequence[Sequence[float]]) -> Estimate | None:
@@ -71,17 +85,26 @@ def change(histories: Sequence[Sequence[float]]) -> Estimate | None:
 
     Source: t with S − 1 degrees of freedom; Welch, Biometrika 34 (1947) 28, for two quarters of one seed.
     """
-    differences = [fmean(end) - fmean(begin) for begin, end in map(quarters, histories)]
-    if (seeds := len(differences)) > 1:
+    differences = []
+    for history in histories:
+        first, last = quarters(history)
+        differences.append(fmean(last) - fmean(first))
+    seeds = len(differences)
+    if seeds > 1:
         stderr = math.sqrt(variance(differences) / seeds)
-        return Estimate(fmean(differences), stderr, 0, 0, seeds, df=seeds - 1).bounded()
-    ends = quarters(histories[0])
-    if len(ends[0]) < 2:
+        return bounded_estimate(fmean(differences), stderr, seeds, df=seeds - 1)
+
+    first, last = quarters(histories[0])
+    steps = len(first)  # as many as `last` has
+    if steps < 2:
         return None
-    errors = [variance(quarter) / len(quarter) for quarter in ends]
-    by_quarter = (error**2 / (len(quarter) - 1) for error, quarter in zip(errors, ends, strict=True))
-    df = sum(errors) ** 2 / sum(by_quarter) if any(errors) else 1
-    return Estimate(differences[0], math.sqrt(sum(errors)), 0, 0, sum(map(len, ends)), df=df).bounded()
+    first_error = variance(first) / steps
+    last_error = variance(last) / steps
+    total_error = first_error + last_error
+    df = 1.0  # of a constant objective, for which the formula is 0/0
+    if total_error != 0:
+        df = total_error**2 / (first_error**2 / (steps - 1) + last_error**2 / (steps - 1))
+    return bounded_estimate(differences[0], math.sqrt(total_error), 2 * steps, df=df)
 
 
 def quarters(values: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:

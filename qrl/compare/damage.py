@@ -2,18 +2,18 @@
 
 The loss of a variant v under a scheme q is v:full − v:q. What RL changed is the difference of two losses, grpo's minus
 the base's, or minus that of as many steps of supervised fine-tuning: a contrast of four cells on the same questions.
-That is a difference in points, of which a variant with a higher accuracy has more to lose. So the accuracies that the
+That is a difference in points, and a variant with a higher accuracy has more points to lose. So the accuracies that the
 variants keep, and their log-odds, are compared too, and a sentence says whether the scales agree.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from qrl import names
+from qrl.compare.estimates import numbers, numbers_or_null, with_ends
 from qrl.compare.evidence import Cell, Questions
-from qrl.compare.record import numbers, numbers_or_null, with_ends
-from qrl.compare.scales import Scales, accuracy_kept, kept_text, measure_scales, ratio_text, sentence
+from qrl.compare.scales import Scales, accuracy_kept, kept_text, measure_scales, ratio_texts, sentence
 from qrl.stats import LEVEL, Estimate, holm_by_key
 from qrl.stats.text import interval, table
 
@@ -53,32 +53,54 @@ def measure(evidence: Questions) -> tuple[Damage, ...]:
     Returns:
         grpo first under each scheme; empty unless grpo and another variant share a scheme.
     """
-    have = dict.fromkeys(evidence.cells)
-    schemes = [scheme for variant, scheme in have if variant == names.GRPO and scheme != names.FULL]
-    losses, kept, excess, scales = {}, {}, {}, {}
-    for scheme in schemes:
-        variants = [v for v, q in have if q == scheme and (v, names.FULL) in have]
-        of_grpo = _loss(names.GRPO, scheme)
-        for variant in sorted(variants, key=lambda variant: variant != names.GRPO):
+    losses: dict[Cell, Estimate] = {}
+    kept: dict[Cell, Estimate | None] = {}
+    excess: dict[Cell, Estimate] = {}
+    scales: dict[Cell, Scales] = {}
+    for scheme in _schemes_of_grpo(evidence):
+        grpo = (names.GRPO, scheme)
+        losses[grpo] = evidence.contrast(_loss(*grpo))
+        kept[grpo] = accuracy_kept(evidence, *grpo)
+        for variant in _other_variants(evidence, scheme):
+            cell = (variant, scheme)
             loss = _loss(variant, scheme)
-            losses[variant, scheme] = evidence.contrast(loss)
-            if variant != names.GRPO:
-                difference = of_grpo | {cell: -weight for cell, weight in loss.items()}
-                excess[variant, scheme] = evidence.contrast(difference)
-                points = evidence.contrast({cell: -weight for cell, weight in difference.items()})
-                compared = measure_scales(evidence, names.GRPO, scheme, points, variant)
-                scales[variant, scheme] = compared
-                kept |= {(name, scheme): share for name, share in compared.kept.items()}
-        if len(variants) == 1:
-            kept[names.GRPO, scheme] = accuracy_kept(evidence, names.GRPO, scheme)
+            losses[cell] = evidence.contrast(loss)
+            excess[cell] = evidence.contrast(_loss(*grpo) | _negative(loss))
+            # `measure_scales` takes it as a change of the gain, which is below 0 if grpo loses more.
+            points = evidence.contrast(_negative(_loss(*grpo)) | loss)
+            scales[cell] = measure_scales(evidence, names.GRPO, scheme, points, variant)
+            kept[cell] = scales[cell].kept[variant]
     if not excess:
         return ()
-    holm = holm_by_key({cell: value.p_two_sided for cell, value in excess.items()})
-    found = []
+
+    p_holm = holm_by_key({cell: value.p_two_sided for cell, value in excess.items()})
+    damages = []
     for cell, loss in losses.items():
         variant, scheme = cell
-        found.append(Damage(variant, scheme, loss, kept[cell], excess.get(cell), holm.get(cell), scales.get(cell)))
-    return tuple(found)
+        damage = Damage(
+            variant=variant,
+            scheme=scheme,
+            loss=loss,
+            kept=kept[cell],
+            excess=excess.get(cell),
+            p_holm=p_holm.get(cell),
+            scales=scales.get(cell),
+        )
+        damages.append(damage)
+    return tuple(damages)
+
+
+def _schemes_of_grpo(evidence: Questions) -> list[str]:
+    return [scheme for variant, scheme in evidence.cells if variant == names.GRPO and scheme != names.FULL]
+
+
+def _other_variants(evidence: Questions, scheme: str) -> list[str]:
+    """Return the variants besides grpo with a cell under the scheme and one at full precision."""
+    variants = []
+    for variant, cell_scheme in evidence.cells:
+        if cell_scheme == scheme and variant != names.GRPO and (variant, names.FULL) in evidence.cells:
+            variants.append(variant)
+    return variants
 
 
 def _loss(variant: str, scheme: str) -> dict[Cell, float]:
@@ -86,9 +108,12 @@ def _loss(variant: str, scheme: str) -> dict[Cell, float]:
     return {(variant, names.FULL): 1.0, (variant, scheme): -1.0}
 
 
-def markdown(damages: Iterable[Damage]) -> list[str]:
-    """Return the lines of the table, with the finding under it; none without damages."""
-    damages = list(damages)
+def _negative(weights: dict[Cell, float]) -> dict[Cell, float]:
+    return {cell: -weight for cell, weight in weights.items()}
+
+
+def markdown(damages: Sequence[Damage]) -> list[str]:
+    """Return the lines of the table, with the findings under it; none without damages."""
     if not damages:
         return []
     head = (
@@ -106,31 +131,34 @@ def markdown(damages: Iterable[Damage]) -> list[str]:
         "*accuracy kept* = accuracy under the scheme / accuracy at full precision. In points, weights with a higher "
         "accuracy have more to lose. Holm's correction is of the differences in points; intervals are not corrected."
     )
-    rows = [_cells(row) for row in damages]
-    return [title, "", *table(head, rows), "", note, "", *(f"- {finding}" for finding in findings(damages)), ""]
+    body = [_cells(damage) for damage in damages]
+    sentences = [f"- {finding}" for finding in findings(damages)]
+    return [title, "", *table(head, body), "", note, "", *sentences, ""]
 
 
-def _cells(row: Damage) -> tuple[str, ...]:
-    own = row.scheme, row.variant, interval(row.loss)
-    if row.excess is None or row.scales is None:
-        return *own, "reference", "", kept_text(row.kept), "reference", "reference"
-    others = ["not defined"] * 2
-    if not row.scales.nothing_left:
-        others = [ratio_text(row.scales.ratio), interval(row.scales.log_odds)]
-    return *own, interval(row.excess), f"{row.p_holm:.2g}", kept_text(row.kept), *others
+def _cells(damage: Damage) -> list[str]:
+    """Return the cells of a table row."""
+    row = [damage.scheme, damage.variant, interval(damage.loss)]
+    if damage.excess is None or damage.scales is None:
+        return [*row, "reference", "", kept_text(damage.kept), "reference", "reference"]
+    row += [interval(damage.excess), f"{damage.p_holm:.2g}"]
+    return [*row, kept_text(damage.kept), *ratio_texts(damage.scales)]
 
 
 def findings(damages: Iterable[Damage]) -> list[str]:
     """Return a sentence for every pair that differs on some scale, which names all of them, and one for the others."""
-    sentences, equal = [], []
-    for row in damages:
-        if row.scales is None:
+    sentences = []
+    equal = []
+    for damage in damages:
+        if damage.scales is None:
             continue
-        if not any(row.scales.signs.values()):
-            equal.append(f"{row.variant} under {row.scheme}")
+        if not any(damage.scales.signs.values()):
+            equal.append(f"{damage.variant} under {damage.scheme}")
             continue
-        corrected = "" if row.differs else " In points, the difference is not significant after Holm's correction."
-        sentences.append(f"Under {row.scheme}: {sentence(row.scales, names.GRPO, row.variant)}{corrected}")
+        finding = f"Under {damage.scheme}: {sentence(damage.scales, names.GRPO, damage.variant)}"
+        if not damage.differs:
+            finding += " In points, the difference is not significant after Holm's correction."
+        sentences.append(finding)
     if equal:
         sentences.append(f"On no scale is a difference shown between {names.GRPO} and {', '.join(equal)}.")
     return sentences
@@ -139,12 +167,15 @@ def findings(damages: Iterable[Damage]) -> list[str]:
 def as_json(damages: Iterable[Damage]) -> list[dict[str, Any]]:
     """Return the rows of the table; what depends on a comparison with grpo is null for grpo itself."""
     entries = []
-    for row in damages:
-        entry = {"variant": row.variant, "scheme": row.scheme, "loss": numbers(row.loss), "p_holm": row.p_holm}
-        scales = row.scales
-        entry |= {
-            "grpo_loss_minus_loss": numbers_or_null(row.excess),
-            "accuracy_kept": numbers_or_null(row.kept),
+    for damage in damages:
+        scales = damage.scales
+        entry = {
+            "variant": damage.variant,
+            "scheme": damage.scheme,
+            "loss": numbers(damage.loss),
+            "p_holm": damage.p_holm,
+            "grpo_loss_minus_loss": numbers_or_null(damage.excess),
+            "accuracy_kept": numbers_or_null(damage.kept),
             "accuracy_kept_ratio": numbers(scales.ratio) if scales else None,
             "log_odds_difference": numbers(scales.log_odds) if scales else None,
             "scales_agree": scales.agree if scales else None,
@@ -156,7 +187,7 @@ def as_json(damages: Iterable[Damage]) -> list[dict[str, Any]]:
 def metrics(damages: Iterable[Damage]) -> dict[str, float]:
     """Return `damage/<variant>_<scheme>`, grpo's loss minus this one, with `_low` and `_high`."""
     scores = {}
-    for row in damages:
-        if row.excess:
-            scores |= with_ends(f"damage/{names.in_metric(row.variant, row.scheme)}", row.excess)
+    for damage in damages:
+        if damage.excess:
+            scores |= with_ends(f"damage/{names.in_metric(damage.variant, damage.scheme)}", damage.excess)
     return scores

@@ -15,7 +15,7 @@ from qrl.stats.simulate import Patterns
 
 Cell = tuple[str, str]  # (variant, scheme)
 BOOTSTRAP_SEED = 0
-_BITS = 60  # cells whose outcomes fit a number of 64 bits
+_BITS = 60  # cells at most that are coded as bits of one 64-bit number
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,11 @@ class Questions:
         if self.partial:
             return {}
         samples = self.samples[cell]
-        right = [np.rint(run * samples) for run in self.cells[cell]]
-        return {k: self._rate(cell, [stats.pass_at(k, run, samples) for run in right]) for k in stats.every_k(samples)}
+        right_counts = [np.rint(shares * samples) for shares in self.cells[cell]]  # by run, of a question's samples
+        by_k = {}
+        for k in stats.every_k(samples):
+            by_k[k] = self._rate(cell, [stats.pass_at(k, counts, samples) for counts in right_counts])
+        return by_k
 
     def contrast(self, weights: Mapping[Cell, float], *, vary: bool | None = None) -> Estimate:
         """Return a weighted sum of cells' accuracies: paired by question, averaged over training runs.
@@ -108,16 +111,19 @@ class Questions:
             weights: by cell.
             vary: whether runs have weights of their own; None: unless all cells are the base's.
         """
-        signs = list(weights.values())
+        factors = list(weights.values())
         if len(self.runs) == 1 and self.clusters is None:
             outcomes, counts = self._combinations
-            places = [self._order.index(cell) for cell in weights]
-            return stats.contrast(outcomes[places], signs, counts=counts)
-        stacked = [np.stack([self.cells[cell][run] for cell in weights]) for run in range(len(self.runs))]
-        if len(stacked) == 1:
-            return stats.contrast(stacked[0], signs, self._clusters)
-        vary = any(variant != BASE for variant, _ in weights) if vary is None else vary
-        return stats.contrast_over_runs(stacked, signs, self.groups, self.runs, self.n, vary=vary)
+            rows = [self._order.index(cell) for cell in weights]
+            return stats.contrast(outcomes[rows], factors, counts=counts)
+        outcomes_by_run = []
+        for run in range(len(self.runs)):
+            outcomes_by_run.append(np.stack([self.cells[cell][run] for cell in weights]))
+        if len(self.runs) == 1:
+            return stats.contrast(outcomes_by_run[0], factors, self._clusters)
+        if vary is None:
+            vary = any(variant != BASE for variant, _ in weights)
+        return stats.contrast_over_runs(outcomes_by_run, factors, self.groups, self.runs, self.n, vary=vary)
 
     @property
     def _order(self) -> list[Cell]:
@@ -132,6 +138,7 @@ class Questions:
         outcomes = np.stack([self.cells[cell][0] for cell in self.cells])
         if not is_binary(outcomes) or len(outcomes) > _BITS:
             return outcomes, np.ones(outcomes.shape[1])
+        # A question's outcomes are the bits of one number.
         codes = (1 << np.arange(len(outcomes), dtype=np.int64)) @ outcomes.astype(np.int64)
         _, first, counts = np.unique(codes, return_index=True, return_counts=True)
         return outcomes[:, first], counts
@@ -139,7 +146,7 @@ class Questions:
     def patterns(self, cells: Sequence[Cell]) -> Patterns | None:
         """Return how often four cells have each combination of outcomes, to draw studies from.
 
-        None for several runs, groups of questions or shares, of which one question says too little.
+        None for several runs, groups of questions or shares: one question says too little there.
         """
         if len(self.runs) > 1 or self.clusters is not None:
             return None
@@ -153,24 +160,20 @@ class Questions:
         """Return the outcomes of each of several runs alone; none for a single run."""
         if len(self.runs) == 1:
             return []
-        return [
-            replace(
-                self,
-                runs=(label,),
-                cells={cell: (outcomes[place],) for cell, outcomes in self.cells.items()},
-                groups=(self.groups[place],),
-                n=self.cells[self._order[0]][place].size,
-            )
-            for place, label in enumerate(self.runs)
-        ]
+        runs = []
+        for index, label in enumerate(self.runs):
+            cells = {cell: (outcomes[index],) for cell, outcomes in self.cells.items()}
+            groups = self.groups[index]
+            runs.append(replace(self, runs=(label,), cells=cells, groups=(groups,), n=groups.size))
+        return runs
 
     @property
     def effective_clusters(self) -> float | None:
         """How many groups of equal size would be as informative as these; None if questions are independent."""
         if self.clusters is None:
             return None
-        every = np.concatenate(self.groups)
-        return stats.Groups.of(every, len(every)).effective
+        groups = np.concatenate(self.groups)
+        return stats.Groups.of(groups, len(groups)).effective
 
     def mcnemar(self, a: Cell, b: Cell) -> float | None:
         """Return McNemar's exact p of two cells.
@@ -184,11 +187,11 @@ class Questions:
         return stats.mcnemar(self.cells[a][0], self.cells[b][0])
 
     def bootstrap(self, weights: Mapping[Cell, float]) -> Estimate | None:
-        """Return the contrast by resampling questions; None for several runs, whose effects questions do not carry."""
+        """Return the contrast by resampling questions; None for several runs, since that leaves out run effects."""
         if len(self.runs) > 1:
             return None
-        stacked = [self.cells[cell][0] for cell in weights]
-        return stats.bootstrap(stacked, list(weights.values()), self._clusters, seed=BOOTSTRAP_SEED)
+        outcomes = [self.cells[cell][0] for cell in weights]
+        return stats.bootstrap(outcomes, list(weights.values()), self._clusters, seed=BOOTSTRAP_SEED)
 
     @property
     def _clusters(self) -> np.ndarray | None:

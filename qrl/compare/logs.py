@@ -10,7 +10,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,8 +18,7 @@ from typing import Any
 
 import pandas as pd
 
-from qrl.compare.missing import WRONG
-from qrl.compare.missing import check as check_missing
+from qrl.compare.missing import WRONG, check_missing
 from qrl.compare.read import read_questions
 from qrl.compare.validate import quoted
 from qrl.errors import BadInput
@@ -27,9 +26,10 @@ from qrl.files import reading, tables
 from qrl.names import cell_name
 
 LARGEST = 1 << 30  # bytes of a log, uncompressed
-GROWS = 8  # times in memory, at least half of the worst: 300 MB of `[],[],…` take 6 GB
+GROWS = 8  # bytes in memory per byte of JSON, at least half of the worst case: 300 MB of `[],[],…` take 6 GB
 ZSTD = 93  # zip's number for it, which the standard library reads only from Python 3.14 on
-HARNESS, INSPECT = "lm-evaluation-harness", "inspect_ai"
+HARNESS = "lm-evaluation-harness"
+INSPECT = "inspect_ai"
 GRADES = {"C": 1.0, "I": 0.0, "N": 0.0, "P": 0.5}  # inspect's correct, incorrect, no answer, partly correct: its values
 LIMITS = ("epochs", "message_limit", "token_limit", "time_limit", "working_limit")  # of eval.config
 # Settings of inspect's generation that change no distribution of answers.
@@ -47,7 +47,7 @@ class Answer:
     question: str
     completion: str
     scores: dict[str, Any]  # by metric
-    same: dict[str, str]  # what every cell must have for this question, as text
+    conditions: dict[str, str]  # what every cell must have for this question, as text: prompt, gold answer
     sample: int = 1
     filter: str | None = None
 
@@ -88,36 +88,53 @@ def read_logs(
     check_missing(missing)
     logs: dict[str, Log] = {}
     rows: list[dict[str, Any]] = []
-    first: dict[str, tuple[str, Answer]] = {}  # of each question
-    for variant, scheme, place in tables.cells(source):
-        if (cell := cell_name(variant, scheme)) in logs:
+    first_answers: dict[str, tuple[str, Answer]] = {}  # question → the first cell with it, and its answer
+    for variant, scheme, address in tables.cells(source):
+        cell = cell_name(variant, scheme)
+        if cell in logs:
             raise BadInput(f"--logs names cell {cell} twice: give one log per cell.")
-        log = logs[cell] = _read(_file(place), missing)
+        log = _read(_file(address), missing)
+        logs[cell] = log
         _check_settings(logs)
+
         if log.tool == INSPECT and filter is not None:
             raise BadInput(f"{log.path} is a log of {INSPECT}, which has no filters: omit --filter.")
-        filter = _chosen("filter", filter, log, {answer.filter: None for answer in log.answers})
+        filter = _only("filter", filter, log, [answer.filter for answer in log.answers])
         answers = [answer for answer in log.answers if answer.filter == filter]
-        metric = _chosen("metric", metric, log, dict.fromkeys(name for answer in answers for name in answer.scores))
+        metrics: dict[str, None] = {}  # their names, each once, in order
         for answer in answers:
-            _check_same(logs, cell, answer, *first.setdefault(answer.question, (cell, answer)))
-            rows.append(
-                {"variant": variant, "scheme": scheme, "question": answer.question, "sample": answer.sample}
-                | {"correct": _outcome(log, answer, str(metric)), "completion": answer.completion}
-            )
+            metrics.update(dict.fromkeys(answer.scores))
+        metric = _only("metric", metric, log, metrics)
+
+        for answer in answers:
+            first_cell, first_answer = first_answers.setdefault(answer.question, (cell, answer))
+            _check_conditions(logs, cell, answer, first_cell, first_answer)
+            row = {
+                "variant": variant,
+                "scheme": scheme,
+                "question": answer.question,
+                "sample": answer.sample,
+                "correct": _outcome(log, answer, str(metric)),
+                "completion": answer.completion,
+            }
+            rows.append(row)
     return read_questions(tables.framed(rows), reference=reference)
 
 
-def _file(place: str) -> Path:
-    path = Path(place)
+def _file(address: str) -> Path:
+    """Return the one log that an address names: a file, or a folder or pattern that holds one."""
+    path = Path(address)
     if path.is_dir():
         files = [file for file in reading.walk(path) if file.suffix == ".eval" or file.match("samples_*.jsonl")]
+    elif path.exists():
+        files = [path]
     else:
-        files = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(place, recursive=True))]
+        files = [Path(name) for name in sorted(glob.glob(address, recursive=True))]
     if len(files) != 1:
-        which = f" ({', '.join(file.name for file in files)[:200]})" if files else ""
+        file_names = ", ".join(file.name for file in files)[:200]
+        listed = f" ({file_names})" if files else ""
         expected = "one per cell, a samples_*.jsonl of lm-evaluation-harness, or an .eval or .json of inspect_ai"
-        raise BadInput(f"There are {len(files)} logs at {place}{which}: expected {expected}.")
+        raise BadInput(f"There are {len(files)} logs at {address}{listed}: expected {expected}.")
     return files[0]
 
 
@@ -129,6 +146,8 @@ def _read(path: Path, missing: str | None) -> Log:
     readers = {".jsonl": _harness, ".eval": partial(_eval, missing=missing), ".json": partial(_json, missing=missing)}
     if path.suffix not in readers:
         raise BadInput(f"{path} ends in '{path.suffix}', but logs are read from {', '.join(readers)}: convert it.")
+
+    # Whatever a file holds where the tool would have written something else raises one of these.
     try:
         log = readers[path.suffix](path)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError, OSError, RecursionError) as error:
@@ -142,29 +161,45 @@ def _read(path: Path, missing: str | None) -> Log:
 
 def _harness(path: Path) -> Log:
     answers = []
-    for at, row in tables.records(path):
-        if absent := {"doc_id", "arguments", "resps"}.difference(row):
+    for location, row in tables.records(path):
+        lacking = {"doc_id", "arguments", "resps"}.difference(row)
+        if lacking:
             expected = f"samples of {HARNESS}, from --log_samples"
-            raise BadInput(f"{at} has no '{min(absent)}': expected {expected}.")
-        arguments = row["arguments"].values() if isinstance(row["arguments"], dict) else row["arguments"]
-        parts = [part for one in arguments for part in (one.values() if isinstance(one, dict) else one)]
-        same = {
+            raise BadInput(f"{location} has no '{min(lacking)}': expected {expected}.")
+        arguments = _harness_arguments(row)
+        prompt = [str(argument) for argument in arguments if not isinstance(argument, dict)]
+        settings = [argument for argument in arguments if isinstance(argument, dict)]
+        conditions = {
             "question": row.get("doc_hash") or _text(row.get("doc")),
             "gold answer": row.get("target_hash") or _text(row.get("target")),
-            "prompt": "\n".join(str(part) for part in parts if not isinstance(part, dict)),
+            "prompt": "\n".join(prompt),
             "prompt hash": row.get("prompt_hash", ""),
-            "generation settings": _text([part for part in parts if isinstance(part, dict)]),
+            "generation settings": _text(settings),
         }
         metrics = row.get("metrics") or [key for key in row if key not in KEYS]
-        scores = {name: row[name] for name in metrics}
-        answers.append(
-            Answer(str(row["doc_id"]), str(_leaf(row["resps"])), scores, same, filter=str(row.get("filter", "none")))
+        answer = Answer(
+            question=str(row["doc_id"]),
+            completion=str(_first_leaf(row["resps"])),
+            scores={name: row[name] for name in metrics},
+            conditions=conditions,
+            filter=str(row.get("filter", "none")),
         )
+        answers.append(answer)
     task = re.fullmatch(r"samples_(.+)_\d{4}-\d\d-\d\dT.*", path.stem)
     return Log(path, HARNESS, answers, {"task": task[1]} if task else {})
 
 
+def _harness_arguments(row: Mapping[str, Any]) -> list[Any]:
+    """Return the prompt and the generation settings of a sample: in some versions a dictionary of dictionaries."""
+    requests = row["arguments"].values() if isinstance(row["arguments"], dict) else row["arguments"]
+    arguments = []
+    for request in requests:
+        arguments += request.values() if isinstance(request, dict) else request
+    return arguments
+
+
 def _eval(path: Path, missing: str | None) -> Log:
+    """Read an .eval file: an archive with a header and a member per sample."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = {info.filename: info for info in archive.infolist()}
@@ -180,6 +215,8 @@ def _eval(path: Path, missing: str | None) -> Log:
                 raise BadInput(
                     f"{path} unpacks to more than fits into memory, {max(sizes):,} bytes at once: {expected}."
                 )
+
+            # A generator, so that one sample is in memory at a time.
             parsed = (tables.parsed(f"{path}, {info.filename}", _content(path, archive, info)) for info in samples)
             document = tables.parsed(f"{path}, header.json", _content(path, archive, header))
             return _inspect(path, document, parsed, missing)
@@ -196,8 +233,9 @@ def _content(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> byt
 
     with path.open("rb") as file:
         file.seek(info.header_offset + 26)  # the lengths of name and extra field end the local header's 30 bytes
-        name, extra = (int.from_bytes(file.read(2), "little") for _ in range(2))
-        file.seek(name + extra, os.SEEK_CUR)
+        name_length = int.from_bytes(file.read(2), "little")
+        extra_length = int.from_bytes(file.read(2), "little")
+        file.seek(name_length + extra_length, os.SEEK_CUR)
         packed = pyarrow.BufferReader(file.read(info.compress_size))
     content = pyarrow.CompressedInputStream(packed, "zstd").read(info.file_size + 1)
     if zlib.crc32(content) != info.CRC:
@@ -216,53 +254,78 @@ def _inspect(path: Path, header: Mapping[str, Any], samples: Iterator[dict[str, 
     if header["status"] != "success":
         problem = f"{path} is of an evaluation with status '{header['status']}', not 'success'"
         raise BadInput(f"{problem}: end it with `inspect eval-retry`.")
-    made, plan = header["eval"], header.get("plan") or {}
-    settings = {name: made.get(name) for name in ("task", "task_version", "task_args", "scorers")}
-    settings["config"] = {name: made["config"].get(name) for name in LIMITS}
-    settings["solver"] = [(step["solver"], step.get("params")) for step in plan.get("steps", ())]
-    drawn = (made.get("model_generate_config") or {}) | (plan.get("config") or {})
-    settings["generate"] = {name: value for name, value in drawn.items() if name not in IRRELEVANT}
+    settings = _inspect_settings(header)
     answers = []
     for sample in samples:
-        question = str(sample["id"])
-        unanswered = sample.get("error") or not sample.get("scores")
-        if unanswered and missing == WRONG:
-            continue
-        if unanswered:
-            problem = "ended in an error" if sample.get("error") else "has no scores"
+        failed = bool(sample.get("error"))
+        if not failed and sample.get("scores"):
+            answers.append(_inspect_answer(sample))
+        elif missing != WRONG:
+            problem = "ended in an error" if failed else "has no scores"
             advice = "run `inspect eval-retry` or `inspect score`, or count it as wrong: `--missing wrong`"
-            raise BadInput(f"Question '{question}' of {path} {problem}: {advice}.")
-        attached = sample.get("attachments") or {}
-        prompt = []
-        for message in sample.get("messages") or ():
-            if message.get("source") == "generate":
-                break
-            content = message["content"]
-            text = attached.get(str(content).removeprefix("attachment://"), content)
-            prompt.append(f"{message['role']}: {text if isinstance(text, str) else _text(text)}")
-        same = {"question": _text([sample["input"], sample.get("choices")]), "gold answer": _text(sample["target"])}
-        same["prompt"] = "\n".join(prompt)
-        scores = {}
-        for name, score in sample["scores"].items():
-            scores |= _flat(name, score["value"])
-        completion = (sample.get("output") or {}).get("completion") or ""
-        answers.append(Answer(question, completion, scores, same, int(sample["epoch"])))
-    return Log(path, INSPECT, answers, _flat("", settings))
+            raise BadInput(f"Question '{sample['id']}' of {path} {problem}: {advice}.")
+    return Log(path, INSPECT, answers, settings)
 
 
-def _chosen(what: str, name: str | None, log: Log, present: Mapping[str | None, None]) -> str | None:
-    """Return the metric or filter to read: the one that is named, or else the only one."""
-    available = f"{log.path} has the {what}{'s' if len(present) > 1 else ''} {quoted(map(str, present))}"
-    if name is None and len(present) > 1:
-        raise BadInput(f"{available}: choose one with --{what}.")
-    if name is not None and name not in present:
-        raise BadInput(f"{available}, not '{name}': choose with --{what} one that every log has.")
-    return name if name is not None else next(iter(present), None)
+def _inspect_settings(header: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that all logs must share, by dotted name."""
+    evaluation = header["eval"]
+    plan = header.get("plan") or {}
+    settings = {name: evaluation.get(name) for name in ("task", "task_version", "task_args", "scorers")}
+    settings["config"] = {name: evaluation["config"].get(name) for name in LIMITS}
+    settings["solver"] = [(step["solver"], step.get("params")) for step in plan.get("steps", ())]
+    generation = (evaluation.get("model_generate_config") or {}) | (plan.get("config") or {})
+    settings["generate"] = {name: value for name, value in generation.items() if name not in IRRELEVANT}
+    return _flat("", settings)
+
+
+def _inspect_answer(sample: Mapping[str, Any]) -> Answer:
+    scores = {}
+    for name, score in sample["scores"].items():
+        scores |= _flat(name, score["value"])
+    return Answer(
+        question=str(sample["id"]),
+        completion=(sample.get("output") or {}).get("completion") or "",
+        scores=scores,
+        conditions={
+            "question": _text([sample["input"], sample.get("choices")]),
+            "gold answer": _text(sample["target"]),
+            "prompt": _inspect_prompt(sample),
+        },
+        sample=int(sample["epoch"]),
+    )
+
+
+def _inspect_prompt(sample: Mapping[str, Any]) -> str:
+    """Return the messages before the model's first; long ones are stored apart, as attachments."""
+    attachments = sample.get("attachments") or {}
+    lines = []
+    for message in sample.get("messages") or ():
+        if message.get("source") == "generate":
+            break
+        content = message["content"]
+        text = _text(attachments.get(str(content).removeprefix("attachment://"), content))
+        lines.append(f"{message['role']}: {text}")
+    return "\n".join(lines)
+
+
+def _only(option: str, name: str | None, log: Log, values: Iterable[str | None]) -> str | None:
+    """Return the metric or filter to read: the one that is named, or else the only one of the log."""
+    present = list(dict.fromkeys(values))
+    plural = "s" if len(present) > 1 else ""
+    available = f"{log.path} has the {option}{plural} {quoted(map(str, present))}"
+    if name is None:
+        if len(present) > 1:
+            raise BadInput(f"{available}: choose one with --{option}.")
+        return present[0] if present else None
+    if name not in present:
+        raise BadInput(f"{available}, not '{name}': choose with --{option} one that every log has.")
+    return name
 
 
 def _outcome(log: Log, answer: Answer, metric: str) -> float:
-    value = answer.scores.get(metric)
-    value = GRADES.get(value, value) if isinstance(value, str) else value
+    score = answer.scores.get(metric)
+    value = GRADES.get(score, score) if isinstance(score, str) else score
     if not isinstance(value, int | float) or not 0 <= value <= 1:
         problem = f"'{metric}' of question '{answer.question}' in {log.path} is {value!r:.40}"
         expected = "must be 0 or 1, wrong or right, or a partial credit between them"
@@ -272,43 +335,63 @@ def _outcome(log: Log, answer: Answer, metric: str) -> float:
 
 def _check_settings(logs: Mapping[str, Log]) -> None:
     """Reject the last log if its settings are not the first one's."""
-    (cell, log), (other, latest) = next(iter(logs.items())), list(logs.items())[-1]
-    if log.tool != latest.tool:
-        problem = f"{cell} is a log of {log.tool}, {other} one of {latest.tool}"
+    cells = list(logs)
+    first_cell = cells[0]
+    last_cell = cells[-1]
+    first = logs[first_cell]
+    last = logs[last_cell]
+    if first.tool != last.tool:
+        problem = f"{first_cell} is a log of {first.tool}, {last_cell} one of {last.tool}"
         raise BadInput(f"{problem}: their prompts and graders differ; give logs of one tool.")
-    for name in dict.fromkeys((*log.settings, *latest.settings)):
-        values = [each.settings.get(name) for each in (log, latest)]
-        if values[0] != values[1] and (log.tool == INSPECT or None not in values):
-            shown = " and ".join(f"{value!r:.60} in {each}" for value, each in zip(values, (cell, other), strict=True))
-            raise BadInput(f"The logs differ in {name}: {shown}. To compare them, {ADVICE}.")
+    for name in dict.fromkeys((*first.settings, *last.settings)):
+        first_value = first.settings.get(name)
+        last_value = last.settings.get(name)
+        # The only setting of the harness is the task, by a file's name; a file that was renamed has none.
+        is_unknown = first.tool == HARNESS and (first_value is None or last_value is None)
+        if first_value != last_value and not is_unknown:
+            values = f"{first_value!r:.60} in {first_cell} and {last_value!r:.60} in {last_cell}"
+            raise BadInput(f"The logs differ in {name}: {values}. To compare them, {ADVICE}.")
 
 
-def _check_same(logs: Mapping[str, Log], cell: str, answer: Answer, other: str, first: Answer) -> None:
-    """Reject an answer to a question that another log asked otherwise."""
-    for what, text in answer.same.items():
-        if text != (before := first.same[what]):
-            apart = (index for index, pair in enumerate(zip(text, before, strict=False)) if len({*pair}) > 1)
-            start = max(0, next(apart, min(len(text), len(before))) - 15)
-            texts = " and ".join(f"{one[start : start + 45]!r}" for one in (before, text))
-            places = f"{cell} ({logs[cell].path.name}) than in {other} ({logs[other].path.name})"
-            problem = f"Question '{answer.question}' has another {what} in {places}: {texts}"
-            raise BadInput(f"{problem}. To compare them, {ADVICE}.")
+def _check_conditions(logs: Mapping[str, Log], cell: str, answer: Answer, first_cell: str, first: Answer) -> None:
+    """Reject an answer to a question that the first log with it put differently."""
+    for name, text in answer.conditions.items():
+        first_text = first.conditions[name]
+        if text == first_text:
+            continue
+        # Of long prompts only the place is shown where they begin to differ, with a few characters before it.
+        start = max(0, _common_length(text, first_text) - 15)
+        excerpts = f"{first_text[start : start + 45]!r} and {text[start : start + 45]!r}"
+        cells = f"{cell} ({logs[cell].path.name}) than in {first_cell} ({logs[first_cell].path.name})"
+        problem = f"Question '{answer.question}' has another {name} in {cells}: {excerpts}"
+        raise BadInput(f"{problem}. To compare them, {ADVICE}.")
+
+
+def _common_length(first: str, second: str) -> int:
+    """Return how many characters two texts have in common at their start."""
+    for index, (first_character, second_character) in enumerate(zip(first, second, strict=False)):
+        if first_character != second_character:
+            return index
+    return min(len(first), len(second))
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
     """Return nested settings by dotted name."""
     if not isinstance(value, dict):
         return {name: value}
-    parts = (_flat(f"{name}.{key}".lstrip("."), part) for key, part in value.items())
-    return {key: part for flat in parts for key, part in flat.items()}
+    flat = {}
+    for key, part in value.items():
+        flat |= _flat(f"{name}.{key}".lstrip("."), part)
+    return flat
 
 
-def _leaf(value: Any) -> Any:
-    """Return the first text of nested lists."""
+def _first_leaf(value: Any) -> Any:
+    """Return the first value of nested lists that is no list."""
     while isinstance(value, list) and value:
         value = value[0]
     return value
 
 
 def _text(value: Any) -> str:
+    """Return a value as text that is equal for equal values."""
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)

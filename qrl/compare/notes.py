@@ -4,12 +4,11 @@ Where storage rounded an update away, or two variants gave the same texts, diffe
 quantization, and more questions would not change that. A note that begins with `WARNING` says so.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+import numpy as np
 import pandas as pd
 
 from qrl.compare.evidence import Cell
@@ -20,7 +19,8 @@ from qrl.names import BASE
 
 WARNING = "Warning: "  # begins a note that calls the result in question
 TITLE = "## What the answers rest on"
-_TEXT, _PLACE = "completion", "place"  # the text of an answer; where its row stands
+_TEXT = "completion"  # column with the text of an answer
+_POSITION = "position"  # column with the position of an answer's row in the table
 
 
 @dataclass(frozen=True)
@@ -43,26 +43,36 @@ class Alike:
     n: int  # questions
 
 
-def of_updates(trained: Iterable[Stored]) -> list[str]:
+def of_updates(updates: Iterable[Stored]) -> list[str]:
     """Return a note on each training's stored update; a warning where less than half of it is kept."""
+    warnings = []
     notes = []
-    for each in trained:
-        run = f", seed {each.seed}" if each.seed else ""
-        notes.append(each.kept.sentence(f"The stored weights of {each.variant}{run}"))
-        if warning := each.kept.warning(each.setting):
-            notes.append(f"{WARNING}{each.variant}{run}: {warning}")
-    return _warnings_first(notes)
+    for update in updates:
+        training = f"{update.variant}, seed {update.seed}" if update.seed else update.variant
+        notes.append(update.kept.sentence(f"The stored weights of {training}"))
+        warning = update.kept.warning(update.setting)
+        if warning:
+            warnings.append(f"{WARNING}{training}: {warning}")
+    return [*warnings, *notes]
 
 
-def of_answers(alike: Iterable[Alike], shown: dict[str, str] | None = None) -> list[str]:
-    """Return a warning for each pair of variants that answer alike; `shown` are schemes as tables show them."""
-    shown, warnings = shown or {}, []
-    for pair in alike:
-        schemes = _and([shown.get(scheme, scheme) for scheme in pair.schemes])
-        same = f"{pair.first} and {pair.second} gave the same text in answer to each of the {pair.n} questions"
-        follows = f"under {schemes}: there they are one model, and more questions show no difference"
-        advice = "Store the trained weights in fp32 (train.store_dtype or merge.store_dtype = fp32)"
-        warnings.append(f"{WARNING}{same} {follows}. {advice}, or train longer or at a higher rate.")
+def of_answers(pairs: Iterable[Alike], scheme_labels: Mapping[str, str] | None = None) -> list[str]:
+    """Return a warning for each pair of variants that answer alike.
+
+    Args:
+        pairs: from `alike`.
+        scheme_labels: scheme → how tables show it; None to show schemes as they are.
+    """
+    scheme_labels = scheme_labels or {}
+    warnings = []
+    for pair in pairs:
+        schemes = _enumerated([scheme_labels.get(scheme, scheme) for scheme in pair.schemes])
+        warnings.append(
+            f"{WARNING}{pair.first} and {pair.second} gave the same text in answer to each of the {pair.n} questions "
+            f"under {schemes}: there they are one model, and more questions show no difference. "
+            "Store the trained weights in fp32 (train.store_dtype or merge.store_dtype = fp32), or train longer or at "
+            "a higher rate."
+        )
     return warnings
 
 
@@ -74,68 +84,73 @@ def alike(answered: Answered | None) -> list[Alike]:
     """
     if answered is None or not (_TEXT in answered.frame or TEXTS in answered.frame.attrs):
         return []
-    found: dict[tuple[str, str], list[str]] = {}
-    sampled = {answered.cells[place] for place in answered.sampled}
+    sampled_cells = {answered.cells[index] for index in answered.sampled}
+    comparable_cells = set(answered.cells) - sampled_cells
     variants = list(dict.fromkeys(variant for variant, _ in answered.cells))
     variants.sort(key=lambda variant: variant != BASE)
-    schemes = dict.fromkeys(scheme for _, scheme in answered.cells)
-    for scheme in schemes:
-        for pair in combinations(variants, 2):
-            cells = [(variant, scheme) for variant in pair]
-            known = all(cell in answered.cells and cell not in sampled for cell in cells)
-            if known and _same_texts(answered, *cells):
-                found.setdefault(pair, []).append(scheme)
-    n = len(set(answered.question.tolist()))
-    return [Alike(*pair, tuple(under), n) for pair, under in found.items()]
+
+    schemes_by_pair: dict[tuple[str, str], list[str]] = {}
+    for scheme in dict.fromkeys(scheme for _, scheme in answered.cells):
+        for first, second in combinations(variants, 2):
+            cells = ((first, scheme), (second, scheme))
+            if comparable_cells.issuperset(cells) and _have_same_texts(answered, *cells):
+                schemes_by_pair.setdefault((first, second), []).append(scheme)
+    n = len(np.unique(answered.question))
+    return [Alike(first, second, tuple(schemes), n) for (first, second), schemes in schemes_by_pair.items()]
 
 
 def markdown(notes: Sequence[str]) -> str:
     """Return the notes as a section of Markdown, empty if there are none."""
+    if not notes:
+        return ""
     strong = f"**{WARNING.strip()}** "
     lines = [f"- {note.replace(WARNING, strong, 1)}" for note in notes]
-    return "\n".join([TITLE, "", *lines, ""]) if notes else ""
+    return "\n".join([TITLE, "", *lines, ""])
 
 
-def _same_texts(answered: Answered, first: Cell, second: Cell) -> bool:
+def _have_same_texts(answered: Answered, first: Cell, second: Cell) -> bool:
     """Return whether two cells have the same texts, question by question; the base is one model under every seed."""
-    rows, others = _rows(answered, first), _rows(answered, second)
-    by = ["question", "seed"]
-    if BASE in (first[0], second[0]):
-        rows, others = (rows, others) if first[0] == BASE else (others, rows)
-        by = ["question"] if len(set(rows["seed"])) == 1 else by
-    pairs = others.merge(rows, on=by, how="left", suffixes=("", "_other"), validate="many_to_one")
-    outcomes, other_outcomes = pairs["correct"].to_numpy(), pairs["correct_other"].to_numpy()
-    if not len(pairs) or not (outcomes == other_outcomes).all():
+    # Several rows on the left may share one on the right: the base's, if it was evaluated under one seed only.
+    left = _rows(answered, second)
+    right = _rows(answered, first)
+    if second[0] == BASE and first[0] != BASE:
+        left, right = right, left
+    columns = ["question", "seed"]
+    if BASE in (first[0], second[0]) and right["seed"].nunique() == 1:
+        columns = ["question"]
+    pairs = left.merge(right, on=columns, how="left", suffixes=("", "_right"), validate="many_to_one")
+    if not len(pairs) or not pairs["correct"].equals(pairs["correct_right"]):
         return False
-    places, others_places = pairs[_PLACE].to_numpy(), pairs[f"{_PLACE}_other"].to_numpy()
+
+    # Lengths are compared first, since texts may have to be read from their files.
+    left_positions = pairs[_POSITION].to_numpy()
+    right_positions = pairs[f"{_POSITION}_right"].to_numpy()
     if "n_tokens" in answered.frame:
-        lengths = pd.Series(pd.to_numeric(answered.frame["n_tokens"], errors="coerce")).fillna(-1).to_numpy()
-        if (lengths[places] != lengths[others_places]).any():
+        lengths = pd.to_numeric(answered.frame["n_tokens"], errors="coerce").fillna(-1).to_numpy()
+        if (lengths[left_positions] != lengths[right_positions]).any():
             return False
-    own, other = (_texts(answered, at) for at in (places, others_places))
-    return bool(own.notna().all() and (own.to_numpy() == other.to_numpy()).all())
+    left_texts = _texts(answered, left_positions)
+    right_texts = _texts(answered, right_positions)
+    return bool(left_texts.notna().all() and (left_texts.to_numpy() == right_texts.to_numpy()).all())
 
 
 def _rows(answered: Answered, cell: Cell) -> pd.DataFrame:
-    """Return a cell's rows: question, seed, correct, and their place in the table."""
-    own = answered.cell == answered.cells.index(cell)
-    rows = answered.table.loc[own, ["question", "seed", "correct"]].astype({"question": str, "seed": str})
-    return rows.assign(**{_PLACE: own.nonzero()[0]})
+    """Return a cell's rows: question, seed, correct, and their position in the table."""
+    of_cell = answered.cell == answered.cells.index(cell)
+    rows = answered.table.loc[of_cell, ["question", "seed", "correct"]].astype({"question": str, "seed": str})
+    return rows.assign(**{_POSITION: of_cell.nonzero()[0]})
 
 
-def _texts(answered: Answered, places) -> pd.Series:
-    """Return the answers' texts by their rows' places; they are read from their files if the table lacks them."""
-    frame = answered.frame.iloc[places].reset_index(drop=True)
+def _texts(answered: Answered, positions: np.ndarray) -> pd.Series:
+    """Return the answers' texts by their rows' positions; they are read from their files if the table lacks them."""
+    frame = answered.frame.iloc[positions].reset_index(drop=True)
     if _TEXT in frame:
         return frame[_TEXT].astype(object)
-    taken = answered.frame.attrs[TEXTS].take(frame[ROW], [_TEXT])
-    return taken[_TEXT].astype(object) if _TEXT in taken else pd.Series([None] * len(frame), dtype=object)
+    texts = answered.frame.attrs[TEXTS].take(frame[ROW], [_TEXT])
+    return texts[_TEXT].astype(object) if _TEXT in texts else pd.Series([None] * len(frame), dtype=object)
 
 
-def _warnings_first(notes: list[str]) -> list[str]:
-    return sorted(notes, key=lambda note: not note.startswith(WARNING))
-
-
-def _and(words: Sequence[str]) -> str:
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
+def _enumerated(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence: `a, b and c`."""
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last

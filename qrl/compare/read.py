@@ -60,20 +60,24 @@ def _named(frame: pd.DataFrame, reference: str | None) -> pd.DataFrame:
     """Return the table with our names of schemes."""
     if "scheme" not in frame:
         return frame
-    labels = frame["scheme"]
-    distinct = labels.cat.categories if isinstance(labels.dtype, pd.CategoricalDtype) else list(labels)
+    schemes = frame["scheme"]
+    distinct = schemes.cat.categories if isinstance(schemes.dtype, pd.CategoricalDtype) else list(schemes)
     if reference is not None:
         if reference not in distinct:
             present = ", ".join(dict.fromkeys(map(str, distinct)))
             raise BadInput(f"No row has the scheme '{reference}': the schemes are {present}.")
-        if names.FULL in {names.scheme(str(label)) for label in distinct if label != reference}:
+        if names.FULL in {names.scheme(str(scheme)) for scheme in distinct if scheme != reference}:
             both = f"Rows have the scheme '{reference}' and the scheme 'full'"
             raise BadInput(f"{both}, but only one can be full precision: rename the other, or leave out --reference.")
-        former = frame[names.DTYPE] if names.DTYPE in frame else pd.Series(None, index=frame.index)
-        frame = frame.assign(**{names.DTYPE: former.astype(object).where(labels != reference, reference)})
-    return frame.assign(
-        scheme=labels.map(lambda each: names.scheme(each, reference) if isinstance(each, str) else each)
-    )
+        # The user's name for full precision is a dtype, such as "bf16", and is shown as that.
+        dtypes = frame[names.DTYPE] if names.DTYPE in frame else pd.Series(None, index=frame.index)
+        dtypes = dtypes.astype(object).where(schemes != reference, reference)
+        frame = frame.assign(**{names.DTYPE: dtypes})
+
+    def our_name(scheme: Any) -> Any:
+        return names.scheme(scheme, reference) if isinstance(scheme, str) else scheme
+
+    return frame.assign(scheme=schemes.map(our_name))
 
 
 def read_counts(path: str | Path) -> dict[str, Any]:

@@ -4,20 +4,14 @@ In points a variant with a higher accuracy has more to lose. As a share of its a
 less. Where the scales disagree, naming one of them alone would mislead.
 """
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from qrl import stats
+from qrl.compare.evidence import Cell, Counts, Questions
 from qrl.names import BASE, FULL
 from qrl.stats import Estimate, Share
-from qrl.stats.text import interval, percent_interval, table
-
-if TYPE_CHECKING:
-    from qrl.compare.comparison import Comparison
-    from qrl.compare.evidence import Cell, Counts, Questions
+from qrl.stats.text import interval, percent_interval
 
 
 @dataclass(frozen=True)
@@ -56,13 +50,16 @@ class Scales:
         """
         if self.nothing_left:
             return None
-        shown = set(self.signs.values())
-        if {1, -1} <= shown:
+        signs = set(self.signs.values())
+        if {1, -1} <= signs:
             return False
-        return None if 0 in shown else True
+        if 0 in signs:
+            return None
+        return True
 
 
 def _sign(value: Estimate, neutral: float) -> int:
+    """Return 1 if the interval is above the value that means no difference, −1 if it is below, else 0."""
     return int(value.low > neutral) - int(value.high < neutral)
 
 
@@ -80,7 +77,7 @@ def measure_scales(
     cells: list[Cell] = [(variant, scheme), (variant, FULL), (reference, scheme), (reference, FULL)]
     accuracies = [evidence.accuracy(cell).estimate for cell in cells]
 
-    def contrast(weights) -> Estimate:
+    def contrast(weights: Sequence[float]) -> Estimate:
         return evidence.contrast(dict(zip(cells, weights, strict=True)))
 
     return Scales(
@@ -99,39 +96,10 @@ def accuracy_kept(evidence: Questions | Counts, variant: str, scheme: str) -> Es
         part=evidence.contrast({quantized: 1}),
         whole=evidence.contrast({full: 1}),
         difference=evidence.contrast({quantized: 1, full: -1}),
-        less=lambda share: evidence.contrast({quantized: 1, full: -share}),
+        excess_over=lambda share: evidence.contrast({quantized: 1, full: -share}),
     )
     kept = share.kept
     return None if kept is None else replace(kept, low=max(0.0, kept.low))
-
-
-def sections(comparison: Comparison) -> list[str]:
-    """Return Markdown lines: a table per trained variant, and a sentence per scheme; none without quantized schemes."""
-    lines = []
-    for variant in comparison.variants[1:]:
-        body = []
-        sentences = []
-        for row in comparison.rows:
-            scales = row.scales
-            if row.variant != variant or scales is None:
-                continue
-            scheme = comparison.shown(row.scheme)
-            kept = [kept_text(scales.kept[name]) for name in (BASE, variant)]
-            relative = ["not defined"] * 2
-            if not scales.nothing_left:
-                relative = [ratio_text(scales.ratio), interval(scales.log_odds)]
-            body.append((scheme, *kept, *relative))
-            sentences.append(f"- {scheme}: {sentence(scales, variant)}")
-        if not body:
-            continue
-        head = ("scheme", f"accuracy kept: {BASE}", f"accuracy kept: {variant}", "ratio", "difference in log-odds")
-        title = f"## Does quantization cost {variant} more than {BASE}?"
-        note = (
-            f"*accuracy kept* = accuracy under the scheme / accuracy at full precision (n = {comparison.n}). *ratio* = "
-            f"{variant} / {BASE}; above 1, {variant} keeps more. In points the difference is gain survival, above."
-        )
-        lines += [title, "", *table(head, body), "", *sentences, "", note, ""]
-    return lines
 
 
 def sentence(scales: Scales, variant: str, reference: str = BASE) -> str:
@@ -147,24 +115,32 @@ def sentence(scales: Scales, variant: str, reference: str = BASE) -> str:
     more = [texts[name] for name, sign in scales.signs.items() if sign < 0]
     unclear = [texts[name] for name, sign in scales.signs.items() if sign == 0]
     if less and more:
-        open_scales = f" Not shown: {', '.join(unclear)}." if unclear else ""
+        not_shown = f" Not shown: {', '.join(unclear)}." if unclear else ""
         return (
             f"the scales disagree. It costs {variant} more than {reference} on one scale ({', '.join(more)}) and less "
-            f"on another ({', '.join(less)}), so neither alone answers the question.{open_scales}"
+            f"on another ({', '.join(less)}), so neither alone answers the question.{not_shown}"
         )
     if not less and not more:
         return f"on no scale is a difference between {variant} and {reference} shown ({', '.join(unclear)})."
-    direction, shown = ("less", less) if less else ("more", more)
+    direction = "less" if less else "more"
+    significant = ", ".join(less or more)
     if not unclear:
-        return f"the scales agree. It costs {variant} {direction} than {reference}: {', '.join(shown)}."
+        return f"the scales agree. It costs {variant} {direction} than {reference}: {significant}."
     return (
-        f"it costs {variant} {direction} than {reference} on some scales ({', '.join(shown)}); on others no difference "
+        f"it costs {variant} {direction} than {reference} on some scales ({significant}); on others no difference "
         f"is shown ({', '.join(unclear)})."
     )
 
 
 def kept_text(share: Estimate | None) -> str:
     return "not defined" if share is None else percent_interval(share)
+
+
+def ratio_texts(scales: Scales) -> tuple[str, str]:
+    """Return the ratio of accuracies kept and the difference in log-odds as cells of a table."""
+    if scales.nothing_left:
+        return "not defined", "not defined"
+    return ratio_text(scales.ratio), interval(scales.log_odds)
 
 
 def ratio_text(value: Estimate) -> str:

@@ -1,24 +1,19 @@
-"""Accuracies and gains by subject and by level, where the rows name them: exploratory, beside the verdict."""
+"""Accuracies and gains by subject and by level, where the rows name them: exploratory, besides the verdict."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from qrl.compare.estimates import numbers
+from qrl.compare.evidence import Cell
 from qrl.compare.outcomes import Answered
 from qrl.errors import BadInput
 from qrl.names import BASE
+from qrl.stats import Estimate
 from qrl.stats.text import interval, table
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from qrl.compare.comparison import Comparison
-    from qrl.compare.evidence import Cell, Questions
-    from qrl.stats import Estimate
 
 KINDS = ("subject", "level")
 FEWEST = 20  # questions of a group with numbers of its own
@@ -46,63 +41,86 @@ class Group:
     gains: Mapping[Cell, Estimate]
 
 
-def groups(comparison: Comparison) -> dict[str, list[Group]]:
-    """Return the groups of each kind that the rows name; none if only counts are known, or if all are in one group."""
-    answered, found = comparison.answered, {}
+def groups(answered: Answered, cells: Sequence[Cell]) -> dict[str, list[Group]]:
+    """Return the groups of each kind that the rows name; none of a kind if all questions are in one group.
+
+    Args:
+        answered: the table of answers.
+        cells: in the order in which a group's accuracies are listed.
+    """
+    by_kind = {}
     for kind in KINDS:
-        if answered is None or kind not in answered.frame:
+        if kind not in answered.frame or answered.frame[kind].isna().all():
             continue
-        of_question = _of_question(answered, kind)
-        group_names = set(of_question.dropna())
+        group_of_question = _group_of_question(answered, kind)
+        group_names = _ordered(group_of_question.dropna())
         if len(group_names) > 1:
-            found[kind] = [_group(comparison, answered, name, of_question == name) for name in _ordered(group_names)]
-    return found
+            by_kind[kind] = [_group(answered, cells, name, group_of_question == name) for name in group_names]
+    return by_kind
 
 
-def as_markdown(comparison: Comparison) -> list[str]:
-    """Return a table per kind: a row per group and scheme with n, accuracies and gains; then what is left out."""
+def markdown(
+    by_kind: Mapping[str, list[Group]],
+    variants: Sequence[str],
+    schemes: Sequence[str],
+    scheme_label: Callable[[str], str],
+) -> list[str]:
+    """Return a table per kind: a row per group and scheme with n, accuracies and gains; then what is left out.
+
+    Args:
+        by_kind: from `groups`.
+        variants: base first, then the trained ones.
+        schemes: in the order of rows.
+        scheme_label: returns a scheme as tables show it.
+    """
     lines = []
-    for kind, found in comparison.subgroups.items():
-        with_numbers = [group for group in found if group.accuracies]
-        shown = sorted(with_numbers, key=lambda group: -group.n)[:MOST]
+    for kind, all_groups in by_kind.items():
+        with_numbers = [group for group in all_groups if group.accuracies]
+        largest = sorted(with_numbers, key=lambda group: -group.n)[:MOST]
+        shown_groups = [group for group in all_groups if group in largest]  # in the order of their names
+
         lines += [f"## By {kind}", ""]
-        for variant in comparison.variants[1:] if shown else ():
-            head = (kind, "n", "scheme", BASE, variant, f"gain: {variant} − {BASE}")
-            rows = [
-                _row(comparison, group, variant, scheme)
-                for group in found
-                if group in shown
-                for scheme in comparison.schemes
-            ]
-            lines += [*table(head, rows), ""]
-        lines += [f"{_REMARK}{_left_out(kind, found, shown)}", ""]
+        if shown_groups:
+            for variant in variants[1:]:
+                head = (kind, "n", "scheme", BASE, variant, f"gain: {variant} − {BASE}")
+                rows = []
+                for group in shown_groups:
+                    rows += [_row(group, variant, scheme, scheme_label(scheme)) for scheme in schemes]
+                lines += [*table(head, rows), ""]
+        sentences = [_REMARK, *_left_out(kind, all_groups, len(shown_groups))]
+        lines += [" ".join(sentences), ""]
     return lines
 
 
-def as_json(comparison: Comparison, scheme: str, numbers: Any) -> dict[str, dict[str, Any]]:
+def as_json(by_kind: Mapping[str, list[Group]], scheme: str) -> dict[str, dict[str, Any]]:
     """Return kind → group → {"n", "cells": {variant: …}, "delta": {variant: …}}; both are empty for small groups.
 
     Args:
+        by_kind: from `groups`.
         scheme: of the cells.
-        numbers: writes an estimate.
     """
     entries: dict[str, dict[str, Any]] = {}
-    for kind, found in comparison.subgroups.items():
+    for kind, all_groups in by_kind.items():
         entries[kind] = {}
-        for group in found:
-            cells = {cell[0]: numbers(value) for cell, value in group.accuracies.items() if cell[1] == scheme}
-            gains = {cell[0]: numbers(value) for cell, value in group.gains.items() if cell[1] == scheme}
+        for group in all_groups:
+            cells = _of_scheme(group.accuracies, scheme)
+            gains = _of_scheme(group.gains, scheme)
             entries[kind][group.name] = {"n": group.n, "cells": cells, "delta": gains}
     return entries
 
 
-def _of_question(answered: Answered, kind: str) -> pd.Series:
+def _of_scheme(estimates: Mapping[Cell, Estimate], scheme: str) -> dict[str, dict[str, float]]:
+    """Return variant → estimate as JSON, of the cells under a scheme."""
+    return {variant: numbers(value) for (variant, cell_scheme), value in estimates.items() if cell_scheme == scheme}
+
+
+def _group_of_question(answered: Answered, kind: str) -> pd.Series:
     """Return the group of each question, in the order of `answered.questions`: that of its first row that names one."""
-    named = answered.frame[kind].notna().to_numpy()
-    first = pd.DataFrame({"question": answered.question[named], kind: answered.frame[kind].astype(object)[named]})
-    first = first.drop_duplicates("question")
-    group_names = pd.Series([_name(value) for value in first[kind]], index=pd.Index(first["question"]), dtype=object)
-    return group_names.reindex(np.arange(len(answered.questions)))
+    is_named = answered.frame[kind].notna().to_numpy()
+    group_names = answered.frame[kind].astype(object)[is_named]
+    rows = pd.DataFrame({"question": answered.question[is_named], kind: group_names})
+    first = rows.drop_duplicates("question").set_index("question")[kind]
+    return first.map(_name).reindex(np.arange(len(answered.questions)))
 
 
 def _name(value: object) -> str:
@@ -110,52 +128,62 @@ def _name(value: object) -> str:
     return f"{value:g}" if isinstance(value, int | float | np.number) else str(value)
 
 
-def _ordered(group_names: set[str]) -> list[str]:
-    """Return the groups' names: numbers by value, before texts."""
+def _ordered(group_names: Iterable[str]) -> list[str]:
+    """Return the different names of groups: numbers by value, before texts."""
 
-    def place(name: str) -> tuple[bool, float, str]:
-        try:
-            return False, float(name), name
-        except ValueError:
-            return True, 0.0, name
+    def order(name: str) -> tuple[bool, float, str]:
+        number = pd.to_numeric(name, errors="coerce")
+        is_text = bool(np.isnan(number))
+        return is_text, 0.0 if is_text else float(number), name
 
-    return sorted(group_names, key=place)
+    return sorted(set(group_names), key=order)
 
 
-def _group(comparison: Comparison, answered: Answered, name: str, belongs: pd.Series) -> Group:
-    inside = belongs.to_numpy()[answered.question]
-    n = int(belongs.to_numpy()[np.unique(answered.question)].sum())
+def _group(answered: Answered, cells: Sequence[Cell], name: str, belongs: pd.Series) -> Group:
+    """Return a group's accuracies and gains; none for a small one.
+
+    Args:
+        answered: the table of answers.
+        cells: of all groups.
+        name: of the group.
+        belongs: for each of `answered.questions`, whether it is of the group.
+    """
+    question_belongs = belongs.to_numpy()
+    n = int(question_belongs[np.unique(answered.question)].sum())
     if n < FEWEST:
         return Group(name, n, {}, {})
-    frame = pd.DataFrame(answered.frame[inside])
-    rows = pd.DataFrame(answered.table[inside]).reset_index(drop=True)
+    of_group = question_belongs[answered.question]
+    frame = pd.DataFrame(answered.frame[of_group])
+    table_rows = pd.DataFrame(answered.table[of_group]).reset_index(drop=True)
     try:
-        evidence: Questions = Answered(frame, rows, grid=answered.grid).outcomes
+        evidence = Answered(frame, table_rows, grid=answered.grid).outcomes
     except BadInput:  # all its questions are in one cluster, or a seed has one alone
         return Group(name, n, {}, {})
-    accuracies = {cell: evidence.accuracy(cell) for cell in comparison.cells}
-    trained = [cell for cell in comparison.cells if cell[0] != BASE]
-    gains = {cell: evidence.contrast({cell: 1, (BASE, cell[1]): -1}) for cell in trained}
+    accuracies = {cell: evidence.accuracy(cell) for cell in cells}
+    gains = {}
+    for variant, scheme in cells:
+        if variant != BASE:
+            gains[variant, scheme] = evidence.contrast({(variant, scheme): 1, (BASE, scheme): -1})
     return Group(name, n, accuracies, gains)
 
 
-def _row(comparison: Comparison, group: Group, variant: str, scheme: str) -> tuple[str, ...]:
-    rates = [group.accuracies[cell] for cell in ((BASE, scheme), (variant, scheme))]
+def _row(group: Group, variant: str, scheme: str, scheme_label: str) -> list[str]:
+    rates = [group.accuracies[BASE, scheme], group.accuracies[variant, scheme]]
     texts = [f"{rate.estimate:.3f} [{rate.low:.3f}, {rate.high:.3f}]" for rate in rates]
-    return group.name, str(group.n), comparison.shown(scheme), *texts, interval(group.gains[variant, scheme])
+    return [group.name, str(group.n), scheme_label, *texts, interval(group.gains[variant, scheme])]
 
 
-def _left_out(kind: str, found: list[Group], shown: list[Group]) -> str:
-    """Return which groups the table does not show, and why."""
+def _left_out(kind: str, all_groups: Sequence[Group], count_shown: int) -> list[str]:
+    """Return sentences on the groups that the table does not show, and why."""
     sentences = []
-    small = [f"{group.name} (n = {group.n})" for group in found if group.n < FEWEST]
-    if small:
-        more = f" and {len(small) - MOST} more" if len(small) > MOST else ""
-        sentences.append(f"Left out, with fewer than {FEWEST} questions: {', '.join(small[:MOST])}{more}.")
-    no_error = [f"{group.name} (n = {group.n})" for group in found if group.n >= FEWEST and not group.accuracies]
+    small_groups = [f"{group.name} (n = {group.n})" for group in all_groups if group.n < FEWEST]
+    if small_groups:
+        rest = f" and {len(small_groups) - MOST} more" if len(small_groups) > MOST else ""
+        sentences.append(f"Left out, with fewer than {FEWEST} questions: {', '.join(small_groups[:MOST])}{rest}.")
+    no_error = [f"{group.name} (n = {group.n})" for group in all_groups if group.n >= FEWEST and not group.accuracies]
     if no_error:
         sentences.append(f"Left out, with all questions in one cluster: {', '.join(no_error[:MOST])}.")
-    numbers = sum(bool(group.accuracies) for group in found)
-    if numbers > len(shown):
-        sentences.append(f"The {MOST} largest of {numbers} groups by {kind} are shown.")
-    return "".join(f" {sentence}" for sentence in sentences)
+    count_with_numbers = sum(bool(group.accuracies) for group in all_groups)
+    if count_with_numbers > count_shown:
+        sentences.append(f"The {MOST} largest of {count_with_numbers} groups by {kind} are shown.")
+    return sentences

@@ -20,8 +20,7 @@ from qrl.names import BASE, FULL, cell_name
 COLUMNS = ("variant", "scheme", "question", "correct")
 LABEL = re.compile(r"(?=.{1,200}\Z)[\w.+-]+( [\w.+-]+)*")  # labels appear in metric names and tables
 OUTCOMES = {"false": 0.0, "true": 1.0}
-OPTIONAL = ("seed", "cluster", "sample", names.ENGINE, names.DTYPE, names.SETTINGS, names.PROMPT_HASH)
-OPTIONAL += (names.GROUP_SIZE,)
+OPTIONAL = ("seed", "cluster", "sample", names.ENGINE, names.DTYPE, names.SETTINGS, names.PROMPT_HASH, names.GROUP_SIZE)
 LABEL_RULE = "expected letters, digits, spaces and . _ + -, 200 at most"
 ENOUGH = "expected at least 2, and hundreds for a verdict"
 _NESTED = (list, dict, set, tuple, np.ndarray)
@@ -38,7 +37,8 @@ def check_grid(cells: Mapping[tuple[str, str], Any], n: int, *, whole: bool = Tr
     Raises:
         BadInput: a label is malformed, a cell is missing, or n < 2.
     """
-    variants, schemes = map(dict.fromkeys, zip(*cells, strict=True))
+    variants = dict.fromkeys(variant for variant, _ in cells)
+    schemes = dict.fromkeys(scheme for _, scheme in cells)
     for label in (*variants, *schemes):
         if not LABEL.fullmatch(label):
             raise BadInput(f"'{label}' is not a valid label for a variant or scheme: {LABEL_RULE}.")
@@ -50,12 +50,13 @@ def check_grid(cells: Mapping[tuple[str, str], Any], n: int, *, whole: bool = Tr
     if FULL not in schemes:
         measured = f"The schemes are {quoted(schemes)}, but gain survival is measured from '{FULL}'"
         raise BadInput(f"{measured}: give the full-precision scheme that name, or name it with --reference.")
-    for cell in product(variants, schemes) if whole else ():
-        if cell not in cells:
-            raise BadInput(
-                f"Cell {cell_name(*cell)} is missing: every variant ({quoted(variants)}) is needed under every scheme "
-                f"({quoted(schemes)})."
-            )
+    if whole:
+        for cell in product(variants, schemes):
+            if cell not in cells:
+                raise BadInput(
+                    f"Cell {cell_name(*cell)} is missing: every variant ({quoted(variants)}) is needed under every "
+                    f"scheme ({quoted(schemes)})."
+                )
     if n < 2:
         raise BadInput(f"There is {n} question, which gives no error bar: {ENOUGH}.")
 
@@ -66,28 +67,34 @@ def check_columns(frame: pd.DataFrame) -> None:
     Raises:
         BadInput: a column is missing, a required value is empty, or a value is a list or an object.
     """
-    if missing := [column for column in COLUMNS if column not in frame]:
+    missing = [column for column in COLUMNS if column not in frame]
+    if missing:
         present = ", ".join(map(str, frame.columns))[:300] or "none"
         expected = f"expected {quoted(COLUMNS)}, or other names for them in --columns {missing[0]}=NAME"
         raise BadInput(f"The table of outcomes lacks {quoted(missing)} among its columns {present}: {expected}.")
     if frame.empty:
         raise BadInput("The table of outcomes is empty: expected a row per cell and question.")
     for column in frame.columns.intersection([*COLUMNS, *OPTIONAL], sort=False):
-        if nested := [value for value in _objects(pd.Series(frame[column])) if isinstance(value, _NESTED)]:
+        nested = [value for value in _objects(pd.Series(frame[column])) if isinstance(value, _NESTED)]
+        if nested:
             nested_values = f"The column '{column}' holds values such as {str(nested[0])[:40]!r}"
             raise BadInput(f"{nested_values}, but every value must be one label or number: write it as text.")
     for column in COLUMNS:
-        if empty := np.count_nonzero(frame[column].isna()):
-            what = f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}"
-            wrong = "; `--missing wrong` counts answers without an outcome as wrong" if column == "correct" else ""
-            raise BadInput(f"{what}{wrong}.")
+        empty = np.count_nonzero(frame[column].isna())
+        if empty:
+            problem = f"The column '{column}' has {empty} empty values: every row needs {quoted(COLUMNS)}"
+            if column == "correct":
+                problem += "; `--missing wrong` counts answers without an outcome as wrong"
+            raise BadInput(f"{problem}.")
 
 
 def _objects(column: pd.Series) -> Iterable[Any]:
     """Return a column's values, each once if that is known, and none if its dtype holds only texts or numbers."""
     if isinstance(column.dtype, pd.CategoricalDtype):
         return column.cat.categories
-    return () if isinstance(column.dtype, pd.StringDtype) or column.dtype.kind in "biufmM" else column
+    if isinstance(column.dtype, pd.StringDtype) or column.dtype.kind in "biufmM":
+        return ()
+    return column
 
 
 def labels(column: pd.Series) -> pd.Series:
@@ -101,11 +108,14 @@ def labels(column: pd.Series) -> pd.Series:
 
 
 def cells_of(frame: pd.DataFrame) -> tuple[np.ndarray, list[tuple[str, str]]]:
-    """Return for each row the place of its cell, and the cells (variant, scheme) in the order of their first rows."""
-    variants, schemes = (labels(pd.Series(frame[column])).cat for column in ("variant", "scheme"))
+    """Return for each row the index of its cell, and the cells (variant, scheme) in the order of their first rows."""
+    variants = labels(pd.Series(frame["variant"])).cat
+    schemes = labels(pd.Series(frame["scheme"])).cat
     count = len(schemes.categories)
-    places, distinct = pd.factorize(variants.codes.to_numpy(dtype=np.int64) * count + schemes.codes.to_numpy())
-    return places, [(variants.categories[code // count], schemes.categories[code % count]) for code in distinct]
+    codes = variants.codes.to_numpy(dtype=np.int64) * count + schemes.codes.to_numpy()  # one number for a pair
+    cell_of_row, distinct = pd.factorize(codes)
+    cells = [(variants.categories[code // count], schemes.categories[code % count]) for code in distinct]
+    return cell_of_row, cells
 
 
 def checked(frame: pd.DataFrame) -> pd.DataFrame:
@@ -118,23 +128,27 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
     """
     check_columns(frame)
     frame = frame.reset_index(drop=True)  # tables that were concatenated repeat their labels
-    given = labels(pd.Series(frame["correct"]))
-    correct = _shares(given.cat.categories)[given.cat.codes]
-    if wrong := frame.loc[np.isnan(correct), "correct"].astype(object).tolist():
-        wrong_value = f"'correct' is {wrong[0]!r:.40} in {len(wrong)} row(s)"
+    texts = labels(pd.Series(frame["correct"])).cat
+    correct = _shares(texts.categories)[texts.codes]
+    invalid = frame.loc[np.isnan(correct), "correct"].astype(object).tolist()
+    if invalid:
+        problem = f"'correct' is {invalid[0]!r:.40} in {len(invalid)} row(s)"
         expected = "must be 0 or 1, or a partial credit between them"
-        raise BadInput(f"{wrong_value}, but {expected}: grade the completions first, or name another column.")
+        raise BadInput(f"{problem}, but {expected}: grade the completions first, or name another column.")
+
     table = frame.filter(items=[*COLUMNS, "cluster", "sample"]).assign(correct=correct)
     table = table.assign(**{column: labels(pd.Series(frame[column])) for column in ("variant", "scheme", "question")})
     check_compatible(frame)
     seeds = seed_labels(pd.Series(frame["seed"])) if "seed" in frame else pd.Series("", index=frame.index)
     table["seed"] = labels(seeds)
+
     key = [column for column in ("variant", "scheme", "seed", "question", "sample") if column in table]
-    twice = pd.DataFrame(table[table.duplicated(subset=key)])
-    if len(twice):
-        row = twice.iloc[0]
+    duplicates = pd.DataFrame(table[table.duplicated(subset=key)])
+    if len(duplicates):
+        row = duplicates.iloc[0]
         raise BadInput(
-            f"Cell {cell_name(row.variant, row.scheme)} answers question '{row.question}' more than once ({len(twice)} "
+            f"Cell {cell_name(row.variant, row.scheme)} answers question '{row.question}' more than once "
+            f"({len(duplicates)} "
             "such rows in all): expected one row per cell and question. Mark training runs in a column 'seed', and "
             "several answers to one question in a column 'sample'; --where COLUMN=VALUE keeps some rows only."
         )
@@ -142,29 +156,34 @@ def checked(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _shares(texts: pd.Index) -> np.ndarray:
-    """Return outcomes as numbers from 0 to 1; NaN for a text that is none."""
+    """Return outcomes as numbers from 0 to 1; NaN for any other text."""
     lower = texts.str.lower()
-    numbers = pd.Series(pd.to_numeric(pd.Series(lower, dtype=object), errors="coerce"), dtype=float)
-    numbers = numbers.fillna(pd.Series(lower.map(OUTCOMES), dtype=float)).to_numpy()
+    parsed = pd.Series(pd.to_numeric(pd.Series(lower, dtype=object), errors="coerce"), dtype=float)
+    booleans = pd.Series(lower.map(OUTCOMES), dtype=float)
+    numbers = parsed.fillna(booleans).to_numpy()
     return np.where((numbers >= 0) & (numbers <= 1), numbers, np.nan)
 
 
 def seed_labels(seeds: pd.Series) -> pd.Series:
     """Return seeds as text; whole numbers stay whole even if empty values made the column float."""
-    if seeds.dtype != object and seeds.duplicated().any():  # what is equal there has one text
+    # Unless values are objects, equal ones have equal texts, so each distinct value is written once.
+    if seeds.dtype != object and seeds.duplicated().any():
         codes, distinct = pd.factorize(seeds, use_na_sentinel=False)
         texts = pd.Categorical(seed_labels(pd.Series(pd.Index(distinct))))
         return pd.Series(texts.take(codes), index=seeds.index)
+
     numbers = pd.Series(pd.to_numeric(seeds.astype(str), errors="coerce"), dtype=float)
-    whole = (numbers.abs() < 2**53) & (numbers % 1 == 0)
-    integers = numbers.where(whole, 0).astype("int64")
-    text = seeds.astype(object).where(~whole, integers).where(seeds.notna(), "").astype(str)
-    written = pd.Series(seeds[[isinstance(seed, str) for seed in seeds]])
-    for forms in written.groupby(text).unique():
-        if len(forms) > 1:
+    is_whole = (numbers.abs() < 2**53) & (numbers % 1 == 0)
+    integers = numbers.where(is_whole, 0).astype("int64")
+    text = seeds.astype(object).where(~is_whole, integers).where(seeds.notna(), "").astype(str)
+
+    # "1" and "01" would become one run in silence.
+    spelled = pd.Series(seeds[[isinstance(seed, str) for seed in seeds]])
+    for spellings in spelled.groupby(text).unique():
+        if len(spellings) > 1:
             raise BadInput(
-                f"The seeds {quoted(sorted(forms))} are the same number: use one spelling for one training run, and "
-                "different numbers for different runs."
+                f"The seeds {quoted(sorted(spellings))} are the same number: use one spelling for one training run, "
+                "and different numbers for different runs."
             )
     return text
 
@@ -180,26 +199,41 @@ def check_compatible(frame: pd.DataFrame) -> None:
             training run.
     """
     engine(frame)
-    put = pd.DataFrame(frame.reindex(columns=["question", names.PROMPT_HASH]))
-    several = len(pd.Series(put[names.PROMPT_HASH]).dropna().unique()) > 1
-    if several and (put := put.dropna().drop_duplicates())["question"].duplicated().any():
+    _check_prompts(frame)
+    if names.SETTINGS in frame:
+        _check_settings(frame)
+
+
+def _check_prompts(frame: pd.DataFrame) -> None:
+    """Reject a table in which a question was put in two ways."""
+    prompts = pd.DataFrame(frame.reindex(columns=["question", names.PROMPT_HASH]))
+    # Most tables have no hash or one; only others are worth the search.
+    if len(pd.Series(prompts[names.PROMPT_HASH]).dropna().unique()) < 2:
+        return
+    if prompts.dropna().drop_duplicates()["question"].duplicated().any():
         raise BadInput(
             "Some cells got the same questions in another prompt or with other chat.template_kwargs, so a difference "
             "would not measure the models alone: evaluate all with the same ones."
         )
-    if names.SETTINGS not in frame:
-        return
-    stored = pd.DataFrame(frame.reindex(columns=["variant", "scheme", names.SETTINGS, "seed"])).drop_duplicates()
-    cells = stored.astype(object).fillna("").astype(str).rename(columns={names.SETTINGS: "settings"})
+
+
+def _check_settings(frame: pd.DataFrame) -> None:
+    """Reject a table in which a scheme was applied in two ways within one training run."""
+    columns = ["variant", "scheme", names.SETTINGS, "seed"]
+    cells = pd.DataFrame(frame.reindex(columns=columns)).drop_duplicates()
+    cells = cells.astype(object).fillna("").astype(str).rename(columns={names.SETTINGS: "settings"})
     is_base = cells["variant"] == BASE
-    every = cells[~is_base]
-    for scheme, seed in sorted(set(zip(every["scheme"], every["seed"], strict=True))):
-        trained = every[(every["scheme"] == scheme) & (every["seed"] == seed)]
+    trained_cells = cells[~is_base]
+    for scheme, seed in sorted(set(zip(trained_cells["scheme"], trained_cells["seed"], strict=True))):
+        trained = trained_cells[(trained_cells["scheme"] == scheme) & (trained_cells["seed"] == seed)]
         base = cells[is_base & (cells["scheme"] == scheme)]
-        own = base[base["seed"] == seed]
-        if len(set(trained["settings"]) | set((own if len(own) else base)["settings"])) > 1:
+        base_of_seed = base[base["seed"] == seed]
+        if len(base_of_seed):  # otherwise the base's answers under other seeds serve this run too
+            base = base_of_seed
+        if len(set(trained["settings"]) | set(base["settings"])) > 1:
+            under_seed = f" and seed {seed}" if seed else ""
             raise BadInput(
-                f"The cells of scheme {scheme}{f' and seed {seed}' if seed else ''} were not stored in the same way: "
+                f"The cells of scheme {scheme}{under_seed} were not stored in the same way: "
                 "settings, libraries or calibration questions differ, or are unknown for one of them, so their "
                 "difference would not measure training alone. Quantize all variants in one `quantize --scheme … "
                 "--models base=…,grpo=…` and evaluate again."
@@ -218,12 +252,14 @@ def engine(frame: pd.DataFrame) -> str:
     engines = sorted(set(map(str, frame[names.ENGINE].dropna().unique())))
     programs = {engine.partition(" ")[0] for engine in engines}
     versions = {engine.partition(" ")[2] for engine in engines} - {""}
-    if max(len(programs), len(versions)) > 1:
+    if len(programs) > 1 or len(versions) > 1:
         raise BadInput(
             f"The cells were answered by different engines ({', '.join(engines)}) with different arithmetic, so they "
             "cannot be compared: evaluate all of them with one evaluate.engine."
         )
-    return max(engines, key=len, default="") if bool(frame[names.ENGINE].notna().all()) else ""
+    if bool(frame[names.ENGINE].isna().any()):
+        return ""
+    return max(engines, key=len, default="")  # the one with a version, if any row has it
 
 
 def full_with_dtype(frame: pd.DataFrame) -> str:
@@ -237,9 +273,12 @@ def unusual_groups(frame: pd.DataFrame) -> dict[str, int]:
     if names.GROUP_SIZE not in frame:
         return {}
     sizes = pd.DataFrame({"scheme": frame["scheme"], "size": pd.to_numeric(frame[names.GROUP_SIZE], errors="coerce")})
-    by_scheme = sizes.dropna().drop_duplicates().astype({"scheme": str}).groupby("scheme")["size"]
-    found = {str(scheme): [int(size) for size in of_scheme] for scheme, of_scheme in by_scheme}
-    return {scheme: size for scheme, (size, *others) in found.items() if size != groups.USUAL and not others}
+    sizes = sizes.dropna().drop_duplicates().astype({"scheme": str, "size": int})
+    unusual = {}
+    for scheme, scheme_sizes in sizes.groupby("scheme")["size"]:
+        if len(scheme_sizes) == 1 and scheme_sizes.iloc[0] != groups.USUAL:
+            unusual[str(scheme)] = int(scheme_sizes.iloc[0])
+    return unusual
 
 
 def quoted(words: Iterable[str]) -> str:

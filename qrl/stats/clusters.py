@@ -39,10 +39,12 @@ class Groups:
         Raises:
             ValueError: there is not one label per question.
         """
-        given = np.asarray(labels)
-        if given.shape != (n,):
-            raise ValueError(f"{given.shape} clusters do not match {(n,)} questions: expected one label per question.")
-        _, index, sizes = np.unique(given, return_inverse=True, return_counts=True)
+        group_labels = np.asarray(labels)
+        if group_labels.shape != (n,):
+            raise ValueError(
+                f"{group_labels.shape} clusters do not match {(n,)} questions: expected one label per question."
+            )
+        _, index, sizes = np.unique(group_labels, return_inverse=True, return_counts=True)
         return cls(index, sizes)
 
     @property
@@ -75,10 +77,10 @@ class Groups:
         """
         if len(np.unique(self.sizes)) == 1:
             return len(self.sizes) - 1.0
-        independent = self._degrees(self.sizes.astype(float))
+        independent_degrees = self._degrees(self.sizes.astype(float))
         correlation = self._correlation(values)
-        alike = self._degrees(self.sizes + correlation * self.sizes * (self.sizes - 1.0))
-        return max(1.0, min(independent, alike))
+        correlated_degrees = self._degrees(self.sizes + correlation * self.sizes * (self.sizes - 1.0))
+        return max(1.0, min(independent_degrees, correlated_degrees))
 
     def _degrees(self, variances: np.ndarray) -> float:
         """Return tr(B)²/tr(B²) for the covariance B of the groups' adjusted residual sums.
@@ -88,28 +90,37 @@ class Groups:
         """
         n = float(self.sizes.sum())
         adjustment = 1 / np.sqrt(1 - self.sizes / n)
-        size, variance = adjustment * self.sizes, adjustment * variances
+        size = adjustment * self.sizes
+        variance = adjustment * variances
         diagonal = adjustment * variance
         share = float(variances.sum()) / n**2
-        # B = diag(diagonal) − (size variance' + variance size')/n + share · size size'
+
+        # B = diag(diagonal) − (size variance' + variance size')/n + share · size size'. It has a row per group, and
+        # there may be thousands, so both traces are written out and B is never made.
         trace = float((diagonal - 2 * size * variance / n + share * size**2).sum())
-        size_size, size_variance, variance_variance = size @ size, size @ variance, variance @ variance
-        of_diagonal = float(diagonal @ (diagonal - 4 * size * variance / n + 2 * share * size**2))
-        of_rest = 2 * (size_size * variance_variance + size_variance**2) / n**2
-        of_rest += share**2 * size_size**2 - 4 * share * size_size * size_variance / n
-        return trace**2 / (of_diagonal + float(of_rest))
+        size_size = size @ size
+        size_variance = size @ variance
+        variance_variance = variance @ variance
+        diagonal_part = float(diagonal @ (diagonal - 4 * size * variance / n + 2 * share * size**2))
+        other_part = 2 * (size_size * variance_variance + size_variance**2) / n**2
+        other_part += share**2 * size_size**2 - 4 * share * size_size * size_variance / n
+        trace_of_square = diagonal_part + float(other_part)
+        return trace**2 / trace_of_square
 
     def _correlation(self, values: np.ndarray) -> float:
         """Return the intraclass correlation of the values, at least 0.
 
         Source: the estimator from an analysis of variance with unequal groups, Donner, Int. Stat. Rev. 54 (1986) 67.
         """
-        n, groups = len(values), len(self.sizes)
-        if n == groups:
+        n = len(values)
+        groups = len(self.sizes)
+        if n == groups:  # groups of one have no correlation within
             return 0.0
         means = self.sums(values) / self.sizes
         between = float(self.sizes @ (means - values.mean()) ** 2) / (groups - 1)
         within = float(((values - means[self.index]) ** 2).sum()) / (n - groups)
-        usual_size = (n - float(self.sizes.astype(float) @ self.sizes) / n) / (groups - 1)
-        total = between + (usual_size - 1) * within
-        return max(0.0, (between - within) / total) if total > 0 else 0.0
+        average_size = (n - float(self.sizes.astype(float) @ self.sizes) / n) / (groups - 1)
+        total = between + (average_size - 1) * within
+        if not total > 0:
+            return 0.0
+        return max(0.0, (between - within) / total)

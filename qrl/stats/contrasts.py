@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from qrl.stats.clusters import Groups
-from qrl.stats.estimate import TAIL, Estimate, quantile
+from qrl.stats.estimate import TAIL, Estimate, bounded_estimate, quantile
 from qrl.stats.tails import Tails
 
 MOST_KINDS = 256  # different sums that a bootstrap draws from
@@ -37,20 +37,23 @@ def contrast(
     Source: paired differences, Miller, arXiv 2411.00640, section 4; bound at zero deviations, Clopper and Pearson.
     """
     values = weighted(outcomes, weights)
-    least, most = _extremes(weights)
+    minimum, maximum = _extremes(weights)
     groups = None if clusters is None else Groups.of(clusters, len(values))
     if groups and groups.sizes.max(initial=0) > 1:
         return clustered_contrast(values, groups, weights)
-    values, kind = np.unique(values, return_inverse=True)  # so that counts and single questions give the same digits
-    repeats = np.bincount(kind, weights=None if counts is None else np.asarray(counts, dtype=float)).astype(float)
+
+    # Equal values are counted, so that counts and single questions give the same digits.
+    values, kind = np.unique(values, return_inverse=True)
+    questions_of_column = None if counts is None else np.asarray(counts, dtype=float)
+    repeats = np.bincount(kind, weights=questions_of_column).astype(float)
     n = round(float(repeats.sum()))
     _check_independent(n, n)
     mean = float(values @ repeats) / n
     stderr = math.sqrt(float(repeats @ (values - mean) ** 2) / (n - 1) / n)
-    tails = Tails.of(values, repeats, least, most)
+    tails = Tails.of(values, repeats, minimum, maximum)
     if stderr < 1e-12:
-        stderr = _unseen(mean, least, most, n) / quantile(1 - TAIL, n - 1)
-    return Estimate(mean, stderr, 0, 0, n, n - 1, None, tails, *limits(weights)).bounded()
+        stderr = _unseen(mean, minimum, maximum, n) / quantile(1 - TAIL, n - 1)
+    return bounded_estimate(mean, stderr, n, df=n - 1, tails=tails, limits=limits(weights))
 
 
 def clustered_contrast(
@@ -71,21 +74,23 @@ def clustered_contrast(
     Raises:
         ValueError: fewer than two groups.
     """
-    least, most = _extremes(weights)
+    minimum, maximum = _extremes(weights)
     n = len(values)
-    questions = questions or n
+    if questions is None:
+        questions = n
     _check_independent(n, len(groups.sizes))
     mean = float(values.mean())
-    stderr, degrees = groups.stderr_of_mean(values), groups.degrees_of_freedom(values)
-    tails = Tails.of(values, np.full(n, questions / n), least, most).of_groups(groups.sums(values - mean), n)
+    stderr = groups.stderr_of_mean(values)
+    degrees = groups.degrees_of_freedom(values)
+    tails = Tails.of(values, np.full(n, questions / n), minimum, maximum).of_groups(groups.sums(values - mean), n)
     if stderr < 1e-12:
-        stderr = _unseen(mean, least, most, groups.effective) / quantile(1 - TAIL, degrees)
-    return Estimate(mean, stderr, 0, 0, questions, degrees, None, tails, *limits(weights)).bounded()
+        stderr = _unseen(mean, minimum, maximum, groups.effective) / quantile(1 - TAIL, degrees)
+    return bounded_estimate(mean, stderr, questions, df=degrees, tails=tails, limits=limits(weights))
 
 
-def _unseen(mean: float, least: float, most: float, n: float) -> float:
+def _unseen(mean: float, minimum: float, maximum: float, n: float) -> float:
     """Return how far the true mean may be from one from which none of n values deviates."""
-    return max(mean - least, most - mean) * (1 - TAIL ** (1 / n))
+    return max(mean - minimum, maximum - mean) * (1 - TAIL ** (1 / n))
 
 
 def _check_independent(n: int, groups: int) -> None:
@@ -105,11 +110,20 @@ def relative_change(after: ArrayLike, before: ArrayLike) -> Estimate:
     Source: the error of a ratio over questions, Cochran, Sampling Techniques, 3rd ed., equation 6.13, with the
         bounds of `contrast` for after − ratio · before.
     """
-    both = np.stack([np.asarray(after, dtype=float), np.asarray(before, dtype=float)])
-    most, (mean, reference) = both.max(), both.mean(axis=1)
-    ratio, error = mean / reference, contrast(both / most, (1, -mean / reference))
-    low, high = (float(ratio - 1 + end * most / reference) for end in (error.low, error.high))
-    return Estimate(float(ratio - 1), float(error.stderr * most / reference), max(-1.0, low), high, both.shape[1])
+    numbers = np.stack([np.asarray(after, dtype=float), np.asarray(before, dtype=float)])
+    mean_after, mean_before = numbers.mean(axis=1)
+    ratio = mean_after / mean_before
+
+    # `contrast` takes values in 0..1, so the numbers are divided by the largest one.
+    largest = numbers.max()
+    error = contrast(numbers / largest, (1, -ratio))
+    return Estimate(
+        estimate=float(ratio - 1),
+        stderr=float(error.stderr * largest / mean_before),
+        low=max(-1.0, float(ratio - 1 + error.low * largest / mean_before)),
+        high=float(ratio - 1 + error.high * largest / mean_before),
+        n=numbers.shape[1],
+    )
 
 
 def independent_contrast(correct: Sequence[int], n: Sequence[int], weights: Sequence[float]) -> Estimate:
@@ -130,13 +144,14 @@ def independent_contrast(correct: Sequence[int], n: Sequence[int], weights: Sequ
     Source: variances of independent binomial rates add, var = Σ w² p(1 − p)/n; Agresti and Coull, Am. Stat. 52 (1998)
         119.
     """
-    mean, variance = 0.0, 0.0
-    for right, size, weight in zip(correct, n, weights, strict=True):
-        check_count(right, size)
-        mean += weight * right / size
-        rate = right / size if 0 < right < size else (right + 2) / (size + 4)
+    mean = 0.0
+    variance = 0.0
+    for count, size, weight in zip(correct, n, weights, strict=True):
+        check_count(count, size)
+        mean += weight * count / size
+        rate = count / size if 0 < count < size else (count + 2) / (size + 4)
         variance += weight**2 * rate * (1 - rate) / size
-    return Estimate(mean, math.sqrt(variance), 0, 0, min(n), math.inf, None, None, *limits(weights)).bounded()
+    return bounded_estimate(mean, math.sqrt(variance), min(n), limits=limits(weights))
 
 
 def bootstrap(
@@ -155,23 +170,23 @@ def bootstrap(
         counts.
     """
     values = weighted(outcomes, weights)
-    sums, sizes = values, np.ones(len(values))
-    if clusters is not None:
-        groups = Groups.of(clusters, len(values))
-        sums, sizes = groups.sums(values), groups.sizes.astype(float)
-    sums = _few_kinds(sums)
-    if clusters is None:  # every size is 1: to sort numbers is faster than to sort pairs
-        distinct, counts = np.unique(sums.round(12), return_counts=True)
-        kinds = np.stack([distinct, np.ones(len(distinct))])
+    if clusters is None:
+        sums, counts = np.unique(_few_kinds(values).round(12), return_counts=True)
+        sizes = np.ones(len(sums))
     else:
-        kinds, counts = np.unique(np.stack([sums.round(12), sizes]), axis=1, return_counts=True)
-    rng, resampled = np.random.default_rng(seed), []
+        groups = Groups.of(clusters, len(values))
+        rounded_sums = _few_kinds(groups.sums(values)).round(12)
+        kinds, counts = np.unique(np.stack([rounded_sums, groups.sizes.astype(float)]), axis=1, return_counts=True)
+        sums, sizes = kinds
+
+    rng = np.random.default_rng(seed)
+    means = []
     for _ in range(10):  # chunks of a few MB if every question has its own value
-        drawn = rng.multinomial(counts.sum(), counts / counts.sum(), size=1000)
-        resampled.append((drawn @ kinds[0]) / (drawn @ kinds[1]))
-    means = np.concatenate(resampled)
-    low, high = np.quantile(means, [TAIL, 1 - TAIL])
-    return Estimate(float(values.mean()), float(means.std(ddof=1)), float(low), float(high), len(values))
+        resamples = rng.multinomial(counts.sum(), counts / counts.sum(), size=1000)
+        means.append((resamples @ sums) / (resamples @ sizes))
+    resampled_means = np.concatenate(means)
+    low, high = np.quantile(resampled_means, [TAIL, 1 - TAIL])
+    return Estimate(float(values.mean()), float(resampled_means.std(ddof=1)), float(low), float(high), len(values))
 
 
 def _few_kinds(sums: np.ndarray) -> np.ndarray:
@@ -195,7 +210,8 @@ def check_count(correct: int, n: int) -> None:
 
 def weighted(outcomes: ArrayLike, weights: Sequence[float]) -> np.ndarray:
     """Return the (n,) weighted sums over cells, question by question."""
-    cells, factors = np.asarray(outcomes, dtype=float), np.asarray(weights, dtype=float)
+    cells = np.asarray(outcomes, dtype=float)
+    factors = np.asarray(weights, dtype=float)
     if cells.ndim != 2 or factors.shape != cells.shape[:1]:
         shapes = f"Outcomes of shape {cells.shape} do not match weights of shape {factors.shape}"
         raise ValueError(f"{shapes}: expected (cells, n) and (cells,).")
@@ -204,14 +220,14 @@ def weighted(outcomes: ArrayLike, weights: Sequence[float]) -> np.ndarray:
 
 def _extremes(weights: Sequence[float]) -> tuple[float, float]:
     """Return the least and the most that a weighted sum of shares can be."""
-    signs = np.asarray(weights, dtype=float)
-    return float(signs[signs < 0].sum()), float(signs[signs > 0].sum())
+    factors = np.asarray(weights, dtype=float)
+    return float(factors[factors < 0].sum()), float(factors[factors > 0].sum())
 
 
 def limits(weights: Sequence[float]) -> tuple[float, float]:
     """Return `_extremes` for a difference; no limits for a single cell, since `rates` makes the interval of those."""
-    least, most = _extremes(weights)
-    return (least, most) if least < 0 else (-math.inf, math.inf)
+    minimum, maximum = _extremes(weights)
+    return (minimum, maximum) if minimum < 0 else (-math.inf, math.inf)
 
 
 def stderr_of_mean(values: np.ndarray, clusters: ArrayLike | None) -> tuple[float, float, float]:

@@ -21,7 +21,7 @@ class Runs:
         labels: the runs' seeds.
         values: each run's own estimate; its error comes from the questions alone.
         spread: sample variance of these estimates, with S − 1 degrees of freedom.
-        own: mean variance of a run's estimate that comes from questions and is not shared with the other runs.
+        unshared: mean variance of a run's estimate that comes from questions and is not shared with the other runs.
         shared: variance that comes from questions which all runs have in common; more runs do not reduce it. 0 if each
             run has its own questions.
         pooled: the contrast of all runs' answers as if one run gave them: what the questions alone allow.
@@ -30,7 +30,7 @@ class Runs:
     labels: tuple[str, ...]
     values: tuple[Estimate, ...]
     spread: float
-    own: float
+    unshared: float
     shared: float
     pooled: Estimate
 
@@ -41,7 +41,7 @@ class Runs:
     @property
     def between_variance(self) -> float:
         """Variance of the runs' true values by the method of moments: spread minus question error. May be negative."""
-        return self.spread - self.own
+        return self.spread - self.unshared
 
     @property
     def between_sd(self) -> float:
@@ -51,12 +51,12 @@ class Runs:
     @property
     def within_sd(self) -> float:
         """Standard error of one run's estimate that comes from its questions."""
-        return math.sqrt(self.own + self.shared)
+        return math.sqrt(self.unshared + self.shared)
 
     @property
     def stderr(self) -> float:
         """Standard error of the mean over runs; more runs reduce all of it but the shared part."""
-        return math.sqrt(max(self.spread, self.own) / self.count + self.shared)
+        return math.sqrt(max(self.spread, self.unshared) / self.count + self.shared)
 
     def reach(self, tail: float, *, upwards: bool) -> float:
         """Return the distance from the mean over runs to its one-sided bound with error `tail`.
@@ -65,24 +65,35 @@ class Runs:
         ratio of the two this covers at least its level, while Satterthwaite's single t with pooled degrees of freedom
         covers as little as 88 % of studies of two runs (`tests/stats/test_stats_runs.py`). If every run has its own
         questions, this is the t interval of the runs' estimates. It is never narrower than that of the pooled
-        questions, whose corrections for few changes it has too.
+        questions, so it includes their corrections for few changes.
 
         Source: Banerjee, Sankhyā 22 (1960) 357, for variances added; crossed random effects of runs and questions:
             Clark, J. Verbal Learning and Verbal Behavior 12 (1973) 335.
         """
-        of_runs, of_questions = quantile(tail, self.count - 1), quantile(tail, self.pooled.df)  # squared: signs cancel
-        both = of_runs**2 * self.spread / self.count + of_questions**2 * self.shared
-        questions_alone = of_questions**2 * (self.own / self.count + self.shared)
-        return max(math.sqrt(max(both, questions_alone)), self.pooled.reach(tail, upwards=upwards))
+        runs_quantile = quantile(tail, self.count - 1)
+        questions_quantile = quantile(tail, self.pooled.df)
+        # The quantiles are squared, so their signs do not matter.
+        runs_and_questions = runs_quantile**2 * self.spread / self.count + questions_quantile**2 * self.shared
+        questions_alone = questions_quantile**2 * (self.unshared / self.count + self.shared)
+        reach = math.sqrt(max(runs_and_questions, questions_alone))
+        return max(reach, self.pooled.reach(tail, upwards=upwards))
 
     def projected(self, questions: float, runs: int) -> Runs:
         """Return the runs expected with `questions` times the questions and `runs` runs, if the variances are true."""
         between = max(0.0, self.between_variance)
-        own, shared = self.own / questions, self.shared / questions
-        groups = max(1.0, self.pooled.df * questions)
-        stderr = math.sqrt(own / runs + shared)
-        pooled = replace(self.pooled, stderr=stderr, df=groups, tails=None)
-        return Runs(self.labels[:1] * runs, (), between + own, own, shared, pooled)
+        unshared = self.unshared / questions
+        shared = self.shared / questions
+        pooled = replace(
+            self.pooled, stderr=math.sqrt(unshared / runs + shared), df=max(1.0, self.pooled.df * questions), tails=None
+        )
+        return Runs(
+            labels=self.labels[:1] * runs,
+            values=(),
+            spread=between + unshared,
+            unshared=unshared,
+            shared=shared,
+            pooled=pooled,
+        )
 
 
 @dataclass(frozen=True)
@@ -114,15 +125,22 @@ class Estimate:
         return f"{signed(self.estimate)} [{signed(self.low)}, {signed(self.high)}] (n = {self.n})"
 
     def scaled(self, scale: float, shift: float = 0.0) -> Estimate:
-        """Return the estimate in another unit; what is left out of it holds for values in 0..1 only."""
+        """Return the estimate in another unit, without the fields that hold for values in 0..1 only."""
         if (scale, shift) == (1, 0):
             return self
-        ends = {key: getattr(self, key) * scale + shift for key in ("estimate", "low", "high")}
-        return Estimate(**ends, stderr=self.stderr * scale, n=self.n, df=self.df)
+        return Estimate(
+            estimate=self.estimate * scale + shift,
+            stderr=self.stderr * scale,
+            low=self.low * scale + shift,
+            high=self.high * scale + shift,
+            n=self.n,
+            df=self.df,
+        )
 
     def bounded(self) -> Estimate:
         """Return the estimate with the two-sided 95 % interval that its error gives, cut at `least` and `most`."""
-        low, high = self.estimate - self.reach(TAIL, upwards=False), self.estimate + self.reach(TAIL, upwards=True)
+        low = self.estimate - self.reach(TAIL, upwards=False)
+        high = self.estimate + self.reach(TAIL, upwards=True)
         return replace(self, low=max(self.least, low), high=min(self.most, high))
 
     @property
@@ -149,7 +167,8 @@ class Estimate:
                 reach = self.tails.reach(tail, reach, upwards=upwards)
         if not self.sums:
             return reach
-        return max(reach, min(_reach_of_sum(summands, tail, upwards=upwards) for summands in self.sums))
+        shortest = min(_reach_of_sum(summands, tail, upwards=upwards) for summands in self.sums)
+        return max(reach, shortest)
 
     @property
     def few(self) -> bool:
@@ -180,18 +199,42 @@ class Estimate:
 
         if self.runs is None and self.tails is None and not self.sums:
             t = -distance / self.stderr
-            return max(SMALLEST_P, float(ndtr(t) if math.isinf(self.df) else stdtr(self.df, t)))
+            tail = ndtr(t) if math.isinf(self.df) else stdtr(self.df, t)
+            return max(SMALLEST_P, float(tail))
+
+        # The reach shrinks as the tail grows, and is searched on a logarithmic scale for the tail with this distance.
         from scipy.optimize import root_scalar
 
         def beyond(log_tail: float) -> float:
             return self.reach(math.exp(log_tail), upwards=upwards) - distance
 
-        least, most = math.log(SMALLEST_P), math.log(0.5)
-        if beyond(least) <= 0:
+        bracket = (math.log(SMALLEST_P), math.log(0.5))
+        if beyond(bracket[0]) <= 0:
             return SMALLEST_P
-        if beyond(most) >= 0:
+        if beyond(bracket[1]) >= 0:
             return 0.5
-        return math.exp(root_scalar(beyond, method="brentq", bracket=(least, most), xtol=1e-12).root)
+        return math.exp(root_scalar(beyond, method="brentq", bracket=bracket, xtol=1e-12).root)
+
+
+def bounded_estimate(
+    estimate: float,
+    stderr: float,
+    n: int,
+    *,
+    df: float = math.inf,
+    runs: Runs | None = None,
+    tails: Tails | None = None,
+    limits: tuple[float, float] = (-math.inf, math.inf),
+) -> Estimate:
+    """Return an estimate with the two-sided 95 % interval that its error gives.
+
+    Args:
+        estimate, stderr, n, df, runs, tails: as for `Estimate`.
+        limits: the least and the most that the number can be.
+    """
+    minimum, maximum = limits
+    unbounded = Estimate(estimate, stderr, minimum, maximum, n, df, runs, tails, minimum, maximum)
+    return unbounded.bounded()
 
 
 def _reach_of_sum(summands: tuple[tuple[Estimate, float], ...], tail: float, *, upwards: bool) -> float:

@@ -77,7 +77,10 @@ def pass_at(k: int, correct: ArrayLike, samples: int) -> np.ndarray:
 
 def every_k(samples: int) -> list[int]:
     """Return the k of pass@k to report: 2, 4, 8 … and all samples; none for one sample."""
-    return sorted({2**i for i in range(1, samples.bit_length()) if 2**i <= samples} | {samples}) if samples > 1 else []
+    if samples <= 1:
+        return []
+    powers_of_two = {2**i for i in range(1, samples.bit_length())}
+    return sorted(powers_of_two | {samples})
 
 
 def is_binary(shares: np.ndarray) -> bool:
@@ -96,7 +99,8 @@ def clustered(share: float, stderr: float, n: int, degrees: float, groups: float
     effective = groups
     if stderr > 0:
         effective = share * (1 - share) / stderr**2 * (quantile(1 - TAIL) / quantile(1 - TAIL, degrees)) ** 2
-        effective = min(effective, n) if binary else effective
+        if binary:
+            effective = min(effective, n)
     return _wilson(share, stderr, n, effective)
 
 
@@ -105,6 +109,8 @@ def _wilson(share: float, stderr: float, n: int, effective: float) -> Estimate:
     z = quantile(1 - TAIL)
     shrink = 1 + z**2 / effective
     centre = (share + z**2 / (2 * effective)) / shrink
-    half = z / shrink * math.sqrt(share * (1 - share) / effective + z**2 / (4 * effective**2))
-    low, high = max(0.0, centre - half), min(1.0, centre + half)
-    return Estimate(share, stderr, min(low, share), max(high, share), n)  # at shares of 0 and 1 rounding can miss them
+    half_width = z / shrink * math.sqrt(share * (1 - share) / effective + z**2 / (4 * effective**2))
+    low = max(0.0, centre - half_width)
+    high = min(1.0, centre + half_width)
+    # At shares of 0 and 1, rounding can put the ends on the wrong side of the share.
+    return Estimate(share, stderr, min(low, share), max(high, share), n)

@@ -1,4 +1,4 @@
-"""Several training runs of one recipe: the run is a random effect, beside the questions.
+"""Several training runs of one recipe: the run is a random effect, besides the questions.
 
 A run's contrast is θ + aₛ + (its question error): θ is the recipe's value, aₛ the run's own effect. The errors of two
 runs are correlated to the extent that they answered the same questions: all of them (crossed), none (nested), or some.
@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from qrl.stats.clusters import Groups
 from qrl.stats.contrasts import clustered_contrast, contrast, limits, stderr_of_mean, weighted
-from qrl.stats.estimate import Estimate, Runs
+from qrl.stats.estimate import Estimate, Runs, bounded_estimate
 from qrl.stats.rates import clustered, is_binary
 
 
@@ -46,34 +46,37 @@ def contrast_over_runs(
     Raises:
         ValueError: fewer than two runs, or shapes that do not match.
 
-    Source: E[spread of the runs' estimates] = between + own, and the mean's variance = (between + own)/S + shared, by
-        the method of moments; on the same questions this is Clark's (MS_runs + MS_questions − MS_residual)/(nS), J.
-        Verbal Learning and Verbal Behavior 12 (1973) 335.
+    Source: E[spread of the runs' estimates] = between + unshared, and the mean's variance = (between + unshared)/S +
+        shared, by the method of moments; on the same questions this is Clark's (MS_runs + MS_questions −
+        MS_residual)/(nS), J. Verbal Learning and Verbal Behavior 12 (1973) 335.
     """
     if len(outcomes) < 2 or not len(outcomes) == len(groups) == len(labels):
-        counted = f"Got {len(outcomes)} runs, {len(groups)} sets of groups and {len(labels)} labels"
-        raise ValueError(f"{counted}: expected the same number of each, at least 2.")
+        lengths = f"Got {len(outcomes)} runs, {len(groups)} sets of groups and {len(labels)} labels"
+        raise ValueError(f"{lengths}: expected the same number of each, at least 2.")
     values = [weighted(run, weights) for run in outcomes]
-    own, shared = _question_variance(values, groups)
+    unshared, shared = _question_variance(values, groups)
     means = [float(run.mean()) for run in values]
     mean = float(np.mean(means))
     pooled = _pooled(values, groups, weights, n)
     if not vary:
-        stderr = math.sqrt(own / len(values) + shared)
-        stderr = stderr if stderr > 1e-12 else pooled.stderr
-        return Estimate(mean, stderr, 0, 0, n, pooled.df, None, pooled.tails, *limits(weights)).bounded()
-    alone = tuple(contrast(outcome, weights, group) for outcome, group in zip(outcomes, groups, strict=True))
+        stderr = math.sqrt(unshared / len(values) + shared)
+        if stderr <= 1e-12:  # no question deviates, which n questions cannot support
+            stderr = pooled.stderr
+        return bounded_estimate(mean, stderr, n, df=pooled.df, tails=pooled.tails, limits=limits(weights))
+
     spread = float(np.var(means, ddof=1))
-    if max(spread, own + shared) < 1e-24:
+    if max(spread, unshared + shared) < 1e-24:
         shared = pooled.stderr**2
-    runs = Runs(tuple(labels), alone, spread, own, shared, pooled)
-    return Estimate(mean, runs.stderr, 0, 0, n, len(labels) - 1, runs, None, *limits(weights)).bounded()
+    each_run = [contrast(outcome, weights, group) for outcome, group in zip(outcomes, groups, strict=True)]
+    runs = Runs(tuple(labels), tuple(each_run), spread, unshared, shared, pooled)
+    return bounded_estimate(mean, runs.stderr, n, df=len(labels) - 1, runs=runs, limits=limits(weights))
 
 
 def _pooled(values: Sequence[np.ndarray], groups: Sequence[ArrayLike], weights: Sequence[float], n: int) -> Estimate:
     """Return the contrast of all runs' answers as if one run gave them, clustered by question or group of questions."""
-    every = np.concatenate(values)
-    return clustered_contrast(every, Groups.of(np.concatenate(groups), len(every)), weights, n)
+    all_values = np.concatenate(values)
+    all_groups = Groups.of(np.concatenate(groups), len(all_values))
+    return clustered_contrast(all_values, all_groups, weights, n)
 
 
 def rate_over_runs(
@@ -90,10 +93,11 @@ def rate_over_runs(
     if vary:
         mean = contrast_over_runs([run[None] for run in shares], (1,), groups, labels, n)
         return replace(mean, least=0.0, most=1.0).bounded()
-    own, shared = _question_variance(shares, groups)
-    mean, stderr = float(np.mean([run.mean() for run in shares])), math.sqrt(own / len(shares) + shared)
-    _, degrees, distinct = stderr_of_mean(np.concatenate(shares), np.concatenate(groups))
-    return clustered(mean, stderr, n, degrees, distinct, binary=all(map(is_binary, shares)))
+    unshared, shared = _question_variance(shares, groups)
+    mean = float(np.mean([run.mean() for run in shares]))
+    stderr = math.sqrt(unshared / len(shares) + shared)
+    _, degrees, effective_groups = stderr_of_mean(np.concatenate(shares), np.concatenate(groups))
+    return clustered(mean, stderr, n, degrees, effective_groups, binary=all(map(is_binary, shares)))
 
 
 def _question_variance(values: Sequence[np.ndarray], groups: Sequence[ArrayLike]) -> tuple[float, float]:
@@ -113,7 +117,9 @@ def _question_variance(values: Sequence[np.ndarray], groups: Sequence[ArrayLike]
         sums = np.bincount(index, weights=outcomes - outcomes.mean(), minlength=group_count)
         row[:] = sums / np.sqrt(1 - sizes / len(outcomes)) / len(outcomes)
     covariance = scaled @ scaled.T
-    variances, runs = np.diag(covariance), len(values)
+    variances = np.diag(covariance)
     within = float(variances.mean())
-    shared = min(within, max(0.0, float(covariance.sum() - variances.sum()) / (runs * (runs - 1))))
+    runs = len(values)
+    mean_covariance = float(covariance.sum() - variances.sum()) / (runs * (runs - 1))
+    shared = min(within, max(0.0, mean_covariance))
     return within - shared, shared

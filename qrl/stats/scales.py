@@ -23,13 +23,13 @@ def ratio_of_shares(accuracies: Sequence[float], contrast: Callable[[Sequence[fl
         contrast: weights of the four cells → weighted sum of their accuracies.
         n: questions.
 
-    Source: delta method for the logarithm, whose derivative is 1/p, with the bounds of `contrasts`.
+    Source: delta method for the logarithm, with derivative 1/p, and the bounds of `contrasts`.
     """
     rates = [_inside(rate, n) for rate in accuracies]
     logarithm = sum(sign * math.log(rate) for sign, rate in zip(SIGNS, rates, strict=True))
     change = _around(logarithm, contrast([sign / rate for sign, rate in zip(SIGNS, rates, strict=True)]))
-    low, estimate, high = (math.exp(min(end, _LARGEST)) for end in (change.low, change.estimate, change.high))
-    return Estimate(estimate, estimate * change.stderr, low, high, n)
+    estimate = _exponential(change.estimate)
+    return Estimate(estimate, estimate * change.stderr, _exponential(change.low), _exponential(change.high), n)
 
 
 def difference_in_log_odds(
@@ -40,7 +40,7 @@ def difference_in_log_odds(
     Args:
         accuracies, contrast, n: as for `ratio_of_shares`.
 
-    Source: delta method for the logit, whose derivative is 1/(p(1 − p)), with the bounds of `contrasts`.
+    Source: delta method for the logit, with derivative 1/(p(1 − p)), and the bounds of `contrasts`.
     """
     rates = [_inside(rate, n) for rate in accuracies]
     change = sum(sign * math.log(rate / (1 - rate)) for sign, rate in zip(SIGNS, rates, strict=True))
@@ -56,7 +56,13 @@ def _inside(rate: float, n: int) -> float:
     return rate if 0 < rate < 1 else (rate * n + 0.5) / (n + 1)
 
 
+def _exponential(logarithm: float) -> float:
+    """Return e to this power, or the largest one that a float can hold."""
+    return math.exp(min(logarithm, _LARGEST))
+
+
 def _around(centre: float, error: Estimate) -> Estimate:
     """Return an estimate with the error of another number."""
-    low, high = centre - (error.estimate - error.low), centre + (error.high - error.estimate)
+    low = centre - (error.estimate - error.low)
+    high = centre + (error.high - error.estimate)
     return Estimate(centre, error.stderr, low, high, error.n)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import cast
 
 from qrl.stats.estimate import LEVEL, TAIL, Estimate
 
@@ -26,13 +25,13 @@ class Share:
     Attributes:
         part, whole: the two numbers.
         difference: part − whole.
-        less: share → part − share · whole.
+        excess_over: share → part − share · whole.
     """
 
     part: Estimate
     whole: Estimate
     difference: Estimate
-    less: Callable[[float], Estimate]
+    excess_over: Callable[[float], Estimate]
 
     def beyond(self, share: float) -> Estimate:
         """Return part − share · whole: above 0 if more than that share is kept.
@@ -44,7 +43,7 @@ class Share:
 
         Source: bounds of a sum from those of its summands, Zou and Donner, Stat. Med. 27 (2008) 1693.
         """
-        contrast = self.less(share)
+        contrast = self.excess_over(share)
         if not (self.difference.few or self.part.few):
             return contrast
         from_part = ((self.part, 1.0), (self.whole, -share))
@@ -61,12 +60,14 @@ class Share:
         if not self.whole.low > 0:
             return None
         estimate = self.part.estimate / self.whole.estimate
-        low, high = self._end(TAIL, upwards=False), self._end(TAIL, upwards=True)
-        bounds = self._end(1 - LEVEL, upwards=False), self._end(1 - LEVEL, upwards=True)
-        if not all(map(math.isfinite, (low, high, *bounds))):
+        low = self._end(TAIL, upwards=False)
+        high = self._end(TAIL, upwards=True)
+        lower = self._end(1 - LEVEL, upwards=False)
+        upper = self._end(1 - LEVEL, upwards=True)
+        if not all(map(math.isfinite, (low, high, lower, upper))):
             return None
-        stderr = self.less(estimate).stderr / self.whole.estimate
-        return Estimate(estimate, stderr, low, high, self.whole.n, one_sided=bounds)
+        stderr = self.excess_over(estimate).stderr / self.whole.estimate
+        return Estimate(estimate, stderr, low, high, self.whole.n, one_sided=(lower, upper))
 
     def _end(self, tail: float, *, upwards: bool) -> float:
         """Return the share at which the one-sided bound of `beyond` with error `tail` is 0."""
@@ -77,11 +78,13 @@ class Share:
             reach = contrast.reach(tail, upwards=upwards)
             return contrast.estimate + (reach if upwards else -reach)
 
+        # The bound crosses 0 between the estimate and a share that is far enough from it.
         estimate = self.part.estimate / self.whole.estimate
         step = 1 / self.whole.low if upwards else -1 / self.whole.low
-        far = estimate + step
-        for _ in range(20):  # the bound crosses 0 between the estimate and a share that is far enough from it
-            if (bound(far) < 0) == upwards and bound(far) != 0:
-                return cast(float, brentq(bound, estimate, far, xtol=_PRECISION))
-            far += step * 2
+        distant_share = estimate + step
+        for _ in range(20):
+            distant_bound = bound(distant_share)
+            if (distant_bound < 0) == upwards and distant_bound != 0:
+                return float(brentq(bound, estimate, distant_share, xtol=_PRECISION))
+            distant_share += step * 2
         return math.inf if upwards else -math.inf

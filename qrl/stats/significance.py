@@ -24,8 +24,10 @@ def mcnemar(a: ArrayLike, b: ArrayLike) -> float:
     """
     from scipy.special import bdtr
 
-    first, second = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
-    only_a, only_b = int((first & ~second).sum()), int((second & ~first).sum())
+    right_a = np.asarray(a, dtype=bool)
+    right_b = np.asarray(b, dtype=bool)
+    only_a = int((right_a & ~right_b).sum())
+    only_b = int((right_b & ~right_a).sum())
     disagreements = only_a + only_b
     if not disagreements:
         return 1.0
@@ -48,5 +50,5 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def holm_by_key(p_values: Mapping[K, float | None]) -> dict[K, float]:
     """Return `holm` of named p-values; None marks a test that was not made, and is left out."""
-    made = {key: p for key, p in p_values.items() if p is not None}
-    return dict(zip(made, holm(list(made.values())), strict=True))
+    tests = {key: p_value for key, p_value in p_values.items() if p_value is not None}
+    return dict(zip(tests, holm(list(tests.values())), strict=True))

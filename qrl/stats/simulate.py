@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -25,6 +26,7 @@ FIRST_STUDIES = 50  # enough to see that a probability is far from the wanted on
 FAR = 3.0  # Monte Carlo errors
 POWER = 0.80  # of an n that decides
 
+Number = TypeVar("Number", int, float)
 Weights = tuple[float, float, float, float]  # of the four cells
 Contrasts = Callable[[Weights], Estimate]  # of one study: the weighted sum of its cells' accuracies
 Study = Callable[[np.random.Generator, int], Contrasts]  # draws a study of n questions
@@ -58,8 +60,9 @@ class Patterns:
     def study(self, rng: np.random.Generator, n: int) -> Contrasts:
         """Draw a study of n questions."""
         counts = rng.multinomial(n, self.probabilities)
-        seen = counts > 0
-        outcomes, repeats = self.outcomes[:, seen], counts[seen]
+        occurred = counts > 0
+        outcomes = self.outcomes[:, occurred]
+        repeats = counts[occurred]
         return lambda weights: contrast(outcomes, weights, counts=repeats)
 
 
@@ -73,7 +76,7 @@ def share_of_gain(of_cells: Contrasts) -> Share:
         part=of_cells((0, 0, -1, 1)),
         whole=of_cells((-1, 1, 0, 0)),
         difference=of_cells((1, -1, -1, 1)),
-        less=lambda share: of_cells((share, -share, -1, 1)),
+        excess_over=lambda share: of_cells((share, -share, -1, 1)),
     )
 
 
@@ -88,14 +91,15 @@ def is_likely(study: Study, claim: Claim, n: int, power: float, *, studies: int 
         seed: of the draws. One seed for all n keeps the random differences between sizes small.
     """
     rng = np.random.default_rng(seed)
-    shown = drawn = 0
-    while drawn < studies:
-        shown += sum(claim(study(rng, n)) for _ in range(FIRST_STUDIES))
-        drawn += FIRST_STUDIES
-        error = math.sqrt(power * (1 - power) / drawn)
-        if abs(shown / drawn - power) > FAR * error:
+    successes = 0
+    draws = 0
+    while draws < studies:
+        successes += sum(claim(study(rng, n)) for _ in range(FIRST_STUDIES))
+        draws += FIRST_STUDIES
+        error = math.sqrt(power * (1 - power) / draws)
+        if abs(successes / draws - power) > FAR * error:
             break
-    return shown >= power * drawn
+    return successes >= power * draws
 
 
 def two_digits(first: float, last: float) -> list[float]:
@@ -104,12 +108,13 @@ def two_digits(first: float, last: float) -> list[float]:
     Args:
         first, last: above 0.
     """
-    exponents = range(math.floor(math.log10(first)) - 1, math.ceil(math.log10(last)))
-    numbers = [float(f"{digits}e{exponent}") for exponent in exponents for digits in range(10, 100)]
+    numbers = []
+    for exponent in range(math.floor(math.log10(first)) - 1, math.ceil(math.log10(last))):
+        numbers += [float(f"{digits}e{exponent}") for digits in range(10, 100)]
     return [number for number in numbers if first < number <= last]
 
 
-def first_of(candidates: Sequence[float], holds: Callable[[float], bool]) -> float | None:
+def first_of(candidates: Sequence[Number], holds: Callable[[Number], bool]) -> Number | None:
     """Return the first of the candidates for which a monotone condition holds; None if none does."""
     index = bisect_left(candidates, True, key=holds)
     return candidates[index] if index < len(candidates) else None
@@ -138,6 +143,8 @@ def questions_to_decide(patterns: Patterns, word_of: Callable[[Share], str], fir
     Returns:
         As `least_questions`.
     """
-    return least_questions(
-        patterns.study, lambda of_cells: word_of(share_of_gain(of_cells)) != "inconclusive", first, last
-    )
+
+    def decides(of_cells: Contrasts) -> bool:
+        return word_of(share_of_gain(of_cells)) != "inconclusive"
+
+    return least_questions(patterns.study, decides, first, last)

@@ -23,13 +23,13 @@ class Side:
     Attributes:
         total: mean change.
         squares: mean squared change.
-        most: the largest change that the contrast's weights allow.
+        largest: the largest change that the contrast's weights allow.
         n: groups.
     """
 
     total: float
     squares: float
-    most: float
+    largest: float
     n: int
 
     def bounds(self, tail: float) -> tuple[float, float]:
@@ -39,9 +39,10 @@ class Side:
         """
         from scipy.special import betaincinv
 
-        unseen = self.most * (1 - tail ** (1 / self.n))
+        unseen = self.largest * (1 - tail ** (1 / self.n))
         if not self.total:
             return 0.0, unseen
+        # As if all changes were equal: of `size`, and `count` in number.
         size = self.squares / self.total
         count = self.n * self.total / size
         lower = size * float(betaincinv(count, self.n - count + 1, tail))
@@ -63,31 +64,36 @@ class Tails:
     changes: tuple[Side, Side] | None = None
 
     @classmethod
-    def of(cls, values: np.ndarray, repeats: np.ndarray, least: float, most: float) -> Tails:
+    def of(cls, values: np.ndarray, repeats: np.ndarray, minimum: float, maximum: float) -> Tails:
         """Return the corrections for a mean of independent values.
 
         Args:
             values: (k,) of questions; some may be equal.
             repeats: (k,) how many questions have each value.
-            least, most: what a value can be.
+            minimum, maximum: what a value can be.
         """
         n = round(float(repeats.sum()))
         mean = float(values @ repeats) / n
         lean = _lean(values - mean, repeats, n)
+
+        # A question is a change if it differs from the most frequent value, which is nearly always 0.
         rounded = values.round(12)
         kinds, kind = np.unique(rounded, return_inverse=True)
         counts = np.bincount(kind, weights=repeats)
         if n - counts.max() >= FEW:
             return cls(lean)
-        most_frequent = kinds[counts == counts.max()]
-        usual = float(most_frequent[0]) if len(most_frequent) == 1 else 0.0  # a tie has no usual value
+        modes = kinds[counts == counts.max()]
+        mode = float(modes[0]) if len(modes) == 1 else 0.0  # a tie has none
 
-        def side(part: np.ndarray, allowed: float) -> Side:
-            total, squares = float(part @ repeats) / n, float(part**2 @ repeats) / n
-            return Side(total, squares, max(allowed, float(part.max())), n)
+        def side(sizes: np.ndarray, allowed: float) -> Side:
+            total = float(sizes @ repeats) / n
+            squares = float(sizes**2 @ repeats) / n
+            return Side(total, squares, max(allowed, float(sizes.max())), n)
 
-        changes = rounded - usual
-        return cls(lean, (side(np.maximum(changes, 0), most - usual), side(np.maximum(-changes, 0), usual - least)))
+        changes = rounded - mode
+        upwards = side(np.maximum(changes, 0), maximum - mode)
+        downwards = side(np.maximum(-changes, 0), mode - minimum)
+        return cls(lean, (upwards, downwards))
 
     def of_groups(self, sums: np.ndarray, n: int) -> Tails:
         """Return the corrections with the skewness of groups instead of that of questions.
@@ -123,11 +129,18 @@ class Tails:
         skewed = t_reach + lean * (float(ndtri(tail)) ** 2 + 2) / 3
         if self.changes is None:
             return skewed
-        out, back = self.changes if upwards else self.changes[::-1]
-        return max(skewed, math.hypot(out.bounds(tail)[1] - out.total, back.total - back.bounds(tail)[0]))
+        above, below = self.changes
+        # A bound moves away from the mean with more changes in its direction, and with fewer in the other one.
+        towards, opposite = (above, below) if upwards else (below, above)
+        _, most_towards = towards.bounds(tail)
+        fewest_opposite, _ = opposite.bounds(tail)
+        exact = math.hypot(most_towards - towards.total, opposite.total - fewest_opposite)
+        return max(skewed, exact)
 
 
 def _lean(residuals: np.ndarray, repeats: np.ndarray, n: int) -> float:
     """Return the third cumulant of a mean over its second, from the residuals of what is independent."""
     second = float(residuals**2 @ repeats)
-    return float(residuals**3 @ repeats) / second / n if second > 1e-24 * n else 0.0
+    if not second > 1e-24 * n:
+        return 0.0
+    return float(residuals**3 @ repeats) / second / n

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 from qrl.stats.estimate import Estimate, signed
 
+_SMALLEST_P = 1e-12  # far tails of a distribution are no more precise than this
+
 
 def interval(value: Estimate) -> str:
     """Return a difference with its interval: `+0.040 [−0.087, +0.167]`."""
@@ -19,19 +21,26 @@ def percent(share: float) -> str:
 
 def percent_interval(share: Estimate) -> str:
     """Return a share in percent with its interval: `62 % [58, 66]`; an end that is unknown is `?`."""
-    estimate, low, high = (
-        _whole_percent(value) if math.isfinite(value) else "?" for value in (share.estimate, share.low, share.high)
-    )
-    return f"{estimate} % [{low}, {high}]"
+    return f"{_whole_percent(share.estimate)} % [{_whole_percent(share.low)}, {_whole_percent(share.high)}]"
 
 
 def _whole_percent(share: float) -> str:
-    """Return a share as a whole number of percent; what rounds to 0 has no sign."""
+    """Return a share as a whole number of percent; what rounds to 0 has no sign, and what is unknown is `?`."""
+    if not math.isfinite(share):
+        return "?"
     return f"{round(100 * share)}".replace("-", "−")
+
+
+def p_text(value: float | None) -> str:
+    """Return a p-value as text: `0.012`, or `below 1e-12`."""
+    if value is None:
+        return "not defined"
+    return f"{value:.2g}" if value >= _SMALLEST_P else f"below {_SMALLEST_P:g}"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     """Return the lines of a Markdown table, its first column left-aligned and the others right-aligned."""
     head = list(head)
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    alignment = ["---", *["---:"] * (len(head) - 1)]
+    lines = [head, alignment, *rows]
     return [f"| {' | '.join(line)} |" for line in lines]

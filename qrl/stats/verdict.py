@@ -11,15 +11,14 @@ one that is shown is the verdict:
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
 from qrl.stats.estimate import LEVEL, TAIL, Estimate, quantile, signed
 from qrl.stats.shares import Share
-from qrl.stats.simulate import Patterns, questions_to_decide
+from qrl.stats.simulate import Patterns, first_of, questions_to_decide
 from qrl.stats.text import interval, percent_interval
 
 Word = Literal["lost", "survives", "reduced", "inconclusive"]
@@ -29,9 +28,11 @@ POWER = 0.80  # of `smallest_effect` and of the n that would decide
 MIN_MARGIN = 0.01  # accuracy: a smaller loss than this is of no practical interest
 MARGIN_SHARE = 0.1  # of the gain
 KINK = MIN_MARGIN / MARGIN_SHARE  # the gain at which the default margin turns from `MIN_MARGIN` into a share of it
-FLOOR, CEILING = 0.05, 0.95  # accuracy: beyond these a cell can hardly lose or gain
+FLOOR = 0.05  # accuracy: below this a cell can hardly lose more
+CEILING = 0.95  # accuracy: above this a cell can hardly gain more
 FEW_CHANGES = 100  # expected changes: below this, the n that would decide comes from simulation
 FURTHEST = 1000  # times the present questions: a larger n is not named
+MOST_SEEDS = 1000  # more training runs are not named
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,9 @@ class Gains:
         if self.full.high <= KINK:
             return [fixed]
         of_gain = (self.share.beyond(1 - MARGIN_SHARE), 0.0)
-        return [of_gain] if self.full.low >= KINK else [fixed, of_gain]
+        if self.full.low >= KINK:
+            return [of_gain]
+        return [fixed, of_gain]
 
     @property
     def is_shown(self) -> bool:
@@ -188,19 +191,24 @@ def judge(gains: Gains, accuracies: dict[str, float], patterns: Patterns | None 
     """
     word = gains.word()
     reason, p_value = _REASONS[word](gains)
-    n, seeds = _to_decide(gains, patterns) if word == "inconclusive" else (None, None)
+    n_to_decide = None
+    seeds_to_decide = None
+    if word == "inconclusive":
+        ways = _ways_to_decide(gains)
+        n_to_decide = _questions_to_decide(gains, ways, patterns)
+        seeds_to_decide = _seeds_to_decide(gains, ways)
     return Verdict(
-        word,
-        reason,
-        gains.margin,
-        smallest_detectable(gains.survival),
+        verdict=word,
+        reason=reason,
+        margin=gains.margin,
+        smallest_effect=smallest_detectable(gains.survival),
         gain_is_shown=gains.is_shown,
         kept=gains.share.kept,
         all_lost=word == "lost" and not gains.is_shown_quantized,
         more_than_half_kept=gains.is_shown and gains.is_more_than_half_kept,
-        remarks=(*_within_reach(gains, word), *_at_edge(accuracies)),
-        n_to_decide=n,
-        seeds_to_decide=seeds,
+        remarks=(*_remarks_on_survival(gains, word), *_remarks_on_cells(accuracies)),
+        n_to_decide=n_to_decide,
+        seeds_to_decide=seeds_to_decide,
         p_value=p_value,
     )
 
@@ -212,7 +220,7 @@ def _lost(gains: Gains) -> tuple[str, float]:
     kept = gains.share.kept
     if kept is None:
         return "more than half of the gain is shown to be lost", p_value
-    return f"at most {_whole(kept.upper)} of the gain is shown to be kept", p_value
+    return f"at most {_percent(kept.upper)} of the gain is shown to be kept", p_value
 
 
 def _survives(gains: Gains) -> tuple[str, float]:
@@ -239,11 +247,11 @@ def _inconclusive(gains: Gains) -> tuple[str, None]:
         reason += f"bounds of gain survival are {bounds}"
     kept = gains.share.kept
     if kept and kept.lower >= 0.005:  # less is shown as 0 %
-        reason += f"; at least {_whole(kept.lower)} of the gain is shown to be kept"
+        reason += f"; at least {_percent(kept.lower)} of the gain is shown to be kept"
     return reason, None
 
 
-def _whole(share: float) -> str:
+def _percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
@@ -255,18 +263,21 @@ _REASONS: dict[Word, Callable[[Gains], tuple[str, float | None]]] = {
 }
 
 
-def _within_reach(gains: Gains, word: Word) -> list[str]:
+def _remarks_on_survival(gains: Gains, word: Word) -> list[str]:
     """Return a remark on a gain that survives: if it is no larger than the margin, or if a loss of it is shown."""
     if word != "survives":
         return []
-    if gains.full.estimate > gains.margin:
-        loss = signed(gains.survival.estimate)
-        return [f"a loss is shown too, {loss}, and is smaller than the margin"] if gains.is_reduced else []
-    gain = signed(gains.full.estimate)
-    return [f"the full-precision gain, {gain}, is no larger than the margin, so all that is shown is that some is left"]
+    if gains.full.estimate <= gains.margin:
+        gain = signed(gains.full.estimate)
+        return [
+            f"the full-precision gain, {gain}, is no larger than the margin, so all that is shown is that some is left"
+        ]
+    if gains.is_reduced:
+        return [f"a loss is shown too, {signed(gains.survival.estimate)}, and is smaller than the margin"]
+    return []
 
 
-def _at_edge(accuracies: dict[str, float]) -> list[str]:
+def _remarks_on_cells(accuracies: dict[str, float]) -> list[str]:
     """Return a remark on each cell at floor or ceiling: differences on other scales than points may look larger."""
     remarks = []
     for name, rate in accuracies.items():
@@ -284,76 +295,85 @@ def smallest_detectable(contrast: Estimate, tail: float = TAIL) -> float:
 
     Source: a z test's detectable effect, (z_tail + z_power) σ, with the estimate's own reach in place of z_tail σ.
     """
-    return max(contrast.reach(tail, upwards=upwards) for upwards in (False, True)) + quantile(POWER) * contrast.stderr
+    reach = max(contrast.reach(tail, upwards=False), contrast.reach(tail, upwards=True))
+    return reach + quantile(POWER) * contrast.stderr
 
 
 @dataclass(frozen=True)
 class _Condition:
-    """An estimate whose bound must clear a number for a claim to be shown.
+    """What must hold for a claim to be shown: a bound of an estimate clears a number.
 
-    `distance` is how far the estimate is on the right side of the number; not above 0 if the claim is false.
+    Attributes:
+        estimate: that must be far enough from the number.
+        distance: from the number to the estimate, on the side of the claim; not above 0 if the claim is false.
+        tail: error of the bound.
+        upwards: whether it is the upper bound.
     """
 
     estimate: Estimate
     distance: float
-    tail: float = field(default=1 - LEVEL)
-    upwards: bool = False  # the bound on this side must clear it
+    tail: float = 1 - LEVEL
+    upwards: bool = False
 
     def questions(self) -> float:
         """Return how many times the questions are needed, if error and bound shrink with their root."""
-        needed = self.estimate.reach(self.tail, upwards=self.upwards) + quantile(POWER) * self.estimate.stderr
-        return (needed / self.distance) ** 2
+        detectable = self.estimate.reach(self.tail, upwards=self.upwards) + quantile(POWER) * self.estimate.stderr
+        return (detectable / self.distance) ** 2
 
     def is_met(self, questions: float, runs: int) -> bool:
         """Return whether that many times the questions and that many runs show the claim with `POWER`."""
         if self.estimate.runs is None:
             return self.questions() <= questions
         projected = self.estimate.runs.projected(questions, runs)
-        needed = projected.reach(self.tail, upwards=self.upwards) + quantile(POWER) * projected.stderr
-        return needed <= self.distance
+        detectable = projected.reach(self.tail, upwards=self.upwards) + quantile(POWER) * projected.stderr
+        return detectable <= self.distance
 
 
 def _ways_to_decide(gains: Gains) -> list[list[_Condition]]:
     """Return for each verdict that the estimates allow, if they are the truth, what must be shown for it."""
-    shown = _Condition(gains.full, gains.full.estimate, TAIL)
-    survives = [_Condition(estimate, estimate.estimate - bound) for estimate, bound in gains.survival_tests]
-    ways = [
-        [shown, _Condition(gains.half, -gains.half.estimate, upwards=True)],
-        [shown, *survives, _Condition(gains.quantized, gains.quantized.estimate, TAIL)],
-        [shown, _Condition(gains.survival, -gains.survival.estimate, upwards=True)],
-    ]
+    gain = _Condition(gains.full, gains.full.estimate, TAIL)
+    gain_quantized = _Condition(gains.quantized, gains.quantized.estimate, TAIL)
+    within_margin = [_Condition(estimate, estimate.estimate - bound) for estimate, bound in gains.survival_tests]
+    lost = [gain, _Condition(gains.half, -gains.half.estimate, upwards=True)]
+    survives = [gain, *within_margin, gain_quantized]
+    reduced = [gain, _Condition(gains.survival, -gains.survival.estimate, upwards=True)]
+
+    ways = (lost, survives, reduced)
     return [way for way in ways if all(condition.distance > 1e-9 for condition in way)]
 
 
-def _to_decide(gains: Gains, patterns: Patterns | None) -> tuple[int | None, int | None]:
-    """Return the questions, and the training runs, that would settle the verdict if the estimates are the truth."""
-    ways = _ways_to_decide(gains)
-    present = gains.full.n
+def _questions_to_decide(gains: Gains, ways: list[list[_Condition]], patterns: Patterns | None) -> int | None:
+    """Return the questions that would settle the verdict if the estimates are the truth."""
     if not ways:
-        return None, None
-    if gains.full.runs is None:
-        times = min(max(condition.questions() for condition in way) for way in ways)
-        questions = max(present + 1, math.ceil(present * times))
-        if patterns is not None and patterns.changes(min(questions, FURTHEST * present)) < FEW_CHANGES:
-            return questions_to_decide(patterns, _word_of(gains.set_margin), present + 1, FURTHEST * present), None
-        return (questions if questions <= FURTHEST * present else None), None
+        return None
+    present = gains.full.n
+    if gains.full.runs is not None:
+        if gains.survival.few:
+            return None  # the bounds are exact ones, which no formula projects over several runs
+        runs = gains.full.runs.count
+        sizes = range(present + 1, FURTHEST * present + 1)
+        return first_of(sizes, lambda n: _is_decided(ways, n / present, runs))
 
-    def decides(questions: float, runs: int) -> bool:
-        return any(all(condition.is_met(questions, runs) for condition in way) for way in ways)
+    factor = min(max(condition.questions() for condition in way) for way in ways)
+    questions = max(present + 1, math.ceil(present * factor))
+    # With few changes the bounds are exact ones, which do not shrink as the formula says: studies are drawn instead.
+    if patterns is not None and patterns.changes(min(questions, FURTHEST * present)) < FEW_CHANGES:
+        return questions_to_decide(patterns, _word_of(gains.set_margin), present + 1, FURTHEST * present)
+    return questions if questions <= FURTHEST * present else None
 
-    if gains.survival.few:
-        return None, None  # the bounds are exact ones, which no formula projects over several runs
-    runs = gains.full.runs.count
-    n = least(lambda n: decides(n / present, runs), present + 1, FURTHEST * present)
-    return n, least(lambda runs: decides(1.0, runs), runs + 1, 1000)
+
+def _seeds_to_decide(gains: Gains, ways: list[list[_Condition]]) -> int | None:
+    """Return the training runs that would settle the verdict with the present questions; None for a single run."""
+    if not ways or gains.full.runs is None or gains.survival.few:
+        return None
+    counts = range(gains.full.runs.count + 1, MOST_SEEDS + 1)
+    return first_of(counts, lambda runs: _is_decided(ways, 1.0, runs))
+
+
+def _is_decided(ways: list[list[_Condition]], questions: float, runs: int) -> bool:
+    """Return whether `questions` times the questions and that many runs show any of the verdicts."""
+    return any(all(condition.is_met(questions, runs) for condition in way) for way in ways)
 
 
 def _word_of(margin: float | None) -> Callable[[Share], Word]:
     return lambda share: Gains(share, margin).word()
-
-
-def least(holds: Callable[[int], bool], first: int, last: int) -> int | None:
-    """Return the smallest integer from `first` to `last` for which a monotone condition holds; None if none does."""
-    numbers = range(first, last + 1)
-    index = bisect_left(numbers, True, key=holds)
-    return numbers[index] if index < len(numbers) else None

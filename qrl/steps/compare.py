@@ -26,7 +26,9 @@ from qrl.compare import (
     read_counts,
     read_logs,
     read_questions,
+    record,
     sizes,
+    table,
 )
 from qrl.compare import missing as absent
 from qrl.errors import BadInput, VerdictFailed
@@ -74,8 +76,8 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
         if len(changed_answers):
             contents.log_table(changed_answers, Path(names.CHANGED_JSON).stem)  # the folder's file; marks it as a table
         contents.log_folder(work)
-        contents.log_scores(comparison.metrics())
-        contents.describe(f"{comparison.markdown()}\n{notes.markdown(warnings)}")
+        contents.log_scores(record.metrics(comparison))
+        contents.describe(f"{table.markdown(comparison)}\n{notes.markdown(warnings)}")
 
         if not runs.is_launched():  # a study prints the table at its end
             click.echo(text)
@@ -84,7 +86,7 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
 
         # What a later study finds instead of comparing the same cells again.
         artifacts = sorted(path.name for path in work.iterdir())
-        values = {"sentence": comparison.sentence(), "metrics": comparison.metrics()}
+        values = {"sentence": table.sentence(comparison), "metrics": record.metrics(comparison)}
         reuse.record_outputs(artifacts=artifacts, values=values)
     check_verdicts(comparison, failing)
 
@@ -251,8 +253,8 @@ def write(comparison: Comparison, out: Path, warnings: Sequence[str] = ()) -> st
     Raises:
         BadInput: `out` cannot be written to.
     """
-    text = "\n".join(filter(None, (comparison.markdown(), notes.markdown(warnings))))
-    document = json.dumps(comparison.table_json(), indent=2) + "\n"
+    text = "\n".join(filter(None, (table.markdown(comparison), notes.markdown(warnings))))
+    document = json.dumps(record.table_json(comparison), indent=2) + "\n"
     documents = {names.TABLE_MD: text, names.TABLE_JSON: document}
     if warnings:
         documents[names.NOTES_JSON] = json.dumps(list(warnings), indent=1, ensure_ascii=False) + "\n"

@@ -184,11 +184,11 @@ def test_a_claim_that_holm_does_not_bear_out_is_marked():
     nf4, awq = found.row("nf4"), found.row("awq")
     assert (nf4.verdict.verdict, awq.verdict.verdict) == ("reduced", "inconclusive")
     assert nf4.verdict.p_value < 0.05 < nf4.p_holm == pytest.approx(2 * nf4.verdict.p_value)
-    assert nf4.holds_together is False and awq.holds_together is None
+    assert nf4.holds_after_holm is False and awq.holds_after_holm is None
     assert found.markdown().count("but not after Holm's correction") == 1
     assert found.table_json()["nf4"]["holds_after_holm"] is False
     alone = compare.from_counts({"n": 1000, "base": {"full": 600, "nf4": 600}, "grpo": {"full": 800, "nf4": 749}})
-    assert alone.row("nf4").holds_together is True and "but not after Holm's correction" not in alone.markdown()
+    assert alone.row("nf4").holds_after_holm is True and "but not after Holm's correction" not in alone.markdown()
 
 
 def test_the_t_test_and_the_bootstrap_stand_beside_the_closed_form(frame, comparison):

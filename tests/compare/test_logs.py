@@ -179,7 +179,7 @@ def test_samples_of_inspect_that_failed_count_as_wrong_on_request(change, tmp_pa
         compare.read_logs(f"base:full={tmp_path / 'failed.json'}", metric="match")
     source = named(INSPECT, base=tmp_path / "failed.json")
     found = compare.from_questions(compare.read_logs(source, metric="match", missing="wrong"), missing="wrong")
-    assert found.answered.filled == {("base", "full"): 1} and found.n == 6
+    assert found.answered.missing_answers == {("base", "full"): 1} and found.n == 6
 
 
 def test_a_score_with_parts_attachments_and_seeds_are_read(tmp_path):

@@ -59,7 +59,7 @@ def test_missing_answers_count_as_wrong_and_are_told(kind, tmp_path):
     found = compare.compare(lacking, missing="wrong")
     expected = compare.from_questions(wrong(frame))
     assert found.row("nf4").gain_survival == expected.row("nf4").gain_survival and found.cells == expected.cells
-    assert found.answered.filled == {("grpo", "nf4"): 12}
+    assert found.answered.missing_answers == {("grpo", "nf4"): 12}
     assert "grpo · nf4 lacked 12 answer(s) to the 200 questions; they count as wrong" in found.markdown()
     assert found.table_json()["nf4"]["cells"]["grpo"]["missing"] == 12
     assert "missing" not in found.table_json()["nf4"]["cells"]["base"]
@@ -95,12 +95,12 @@ def test_seeds_and_samples_are_filled_apart():
         seeds.assign(correct=seeds["correct"] & ~(is_lacking(seeds) & (seeds["seed"] == 1)))
     )
     assert found.row("nf4").gain_survival == expected.row("nf4").gain_survival
-    assert found.answered.filled == {("grpo", "nf4"): 12}
+    assert found.answered.missing_answers == {("grpo", "nf4"): 12}
     base = (seeds["variant"] == "base") & (seeds["scheme"] == "nf4") & (seeds["question"] < 7)
     found = compare.from_questions(seeds[~base], missing="wrong")  # serves three runs, and lacks seven answers
     expected = compare.from_questions(seeds.assign(correct=seeds["correct"] & ~base))
     assert found.row("nf4").gain_survival == expected.row("nf4").gain_survival
-    assert found.answered.filled == {("base", "nf4"): 7} and not found.evidence.differing
+    assert found.answered.missing_answers == {("base", "nf4"): 7} and not found.evidence.differing
     samples = pd.concat([answers().assign(sample=k) for k in range(4)], ignore_index=True)
     short = samples[~(is_lacking(samples) & (samples["sample"] > 1))]
     found = compare.from_questions(short, missing="wrong")
@@ -108,7 +108,7 @@ def test_seeds_and_samples_are_filled_apart():
         samples.assign(correct=samples["correct"] & ~(is_lacking(samples) & (samples["sample"] > 1)))
     )
     assert found.cells == expected.cells and found.pass_at == expected.pass_at
-    assert found.answered.filled == {("grpo", "nf4"): 24}
+    assert found.answered.missing_answers == {("grpo", "nf4"): 24}
 
 
 def test_the_command_and_the_ranking_say_how_many(tmp_path, capsys):

@@ -100,7 +100,7 @@ def test_a_negative_variance_counts_as_none_and_the_interval_stays_as_wide_as_th
     found = over(values)
     assert found.runs.between_variance < 0 and found.runs.between_sd == 0
     assert found.runs.spread == pytest.approx(0, abs=1e-20)
-    questions = math.sqrt(found.runs.own / 6 + found.runs.shared)
+    questions = math.sqrt(found.runs.unshared / 6 + found.runs.shared)
     assert found.stderr == pytest.approx(questions, **CLOSE)
     assert found.high - found.estimate == pytest.approx(stats.quantile(0.975, 149) * questions, **CLOSE)
 

@@ -28,7 +28,7 @@ def verdict(survival, stderr=0.01, gain=0.30, gain_stderr=0.01, margin=None, acc
         return estimate(survival + (1 - share) * gain, math.hypot(stderr, (1 - share) * gain_stderr))
 
     share = stats.Share(
-        part=beyond(0.0), whole=estimate(gain, gain_stderr), difference=estimate(survival, stderr), less=beyond
+        part=beyond(0.0), whole=estimate(gain, gain_stderr), difference=estimate(survival, stderr), excess_over=beyond
     )
     return judge(Gains(share, margin), accuracies)
 
@@ -187,7 +187,7 @@ def test_a_shown_gain_whose_share_nothing_bounds_is_not_called_a_gain_that_is_no
         part=estimate(0.25, 0.1),
         whole=estimate(0.3, 0.1),
         difference=estimate(-0.05, 0.1),
-        less=lambda share: estimate(0.25 - 0.3 * share, 10 + 10 * abs(share)),
+        excess_over=lambda share: estimate(0.25 - 0.3 * share, 10 + 10 * abs(share)),
     )
     found = judge(Gains(share), MIDDLE)
     assert found.kept is None and found.gain_is_shown and found.verdict == "inconclusive"
