@@ -135,7 +135,7 @@ def _make_version(name: str, model_uri: str, tags: dict[str, str]) -> str:
         run_id,
         tags=tags,
         model_id=model_id,
-        await_creation_for=None,  # its files are there: nothing to wait for
+        await_creation_for=0,  # its files are there: nothing to wait for
     )
     link = json.dumps([{"name": name, "version": version.version}])
     client.set_logged_model_tags(model_id, {"mlflow.modelVersions": link})  # the UI's link back to the version

@@ -142,9 +142,7 @@ def promote(
     digest = _digest(name, version)
 
     def decide(history: History) -> dict[str, Any]:
-        promoted = stage
-        if isinstance(stage, str):
-            promoted = (USUAL | history.state.stages).get(stage)
+        promoted = (USUAL | history.state.stages).get(stage) if isinstance(stage, str) else stage
         if promoted is None:
             raise _no_stage(str(stage), "to promote to", _declared_stages(history))
         _check_unmoved(history, promoted.stage, version, expected or {})
