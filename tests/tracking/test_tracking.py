@@ -40,6 +40,7 @@ from qrl.tracking import (
     runs,
     signals,
     sources,
+    store_errors,
 )
 from qrl.tracking import store as stores
 
@@ -113,7 +114,7 @@ def test_a_full_disk_gets_a_sentence_in_the_middle_of_a_step(store):
         raise OSError(28, "No space left on device", "/dev/full")
     assert status(run) == "FAILED" and "No space left" in reason(run)
     copying = OSError(28, "No space left on device", "from/model.safetensors", None, "to/model.safetensors")
-    assert "to/model.safetensors" in str(stores.sentence(copying))
+    assert "to/model.safetensors" in str(store_errors.explain(copying))
 
 
 def test_an_experiment_that_was_deleted_is_named_with_the_way_back(store):
@@ -197,7 +198,7 @@ def test_a_launched_step_has_one_end_and_one_reason(store, how):
     while mlflow.active_run():
         mlflow.end_run("FAILED")
     found, code = projects.failure(launched)
-    ends = {"killed": ("KILLED", stores.DIED, None), "refused": ("FINISHED", "No gain.", 3)}
+    ends = {"killed": ("KILLED", dead_runs.DIED, None), "refused": ("FINISHED", "No gain.", 3)}
     ends |= {"failed": ("FAILED", "It failed.", 1), "not begun": ("FAILED", projects.NOT_BEGUN, None)}
     assert (status(launched), found, code) == ends[how]
     assert reason(launched) == found
@@ -427,7 +428,7 @@ def test_a_servers_refusal_is_one_sentence_and_anothers_dead_run_stops_nobody(se
 
 def test_a_server_that_does_not_know_the_user_gets_a_sentence():
     unknown = mlflow.MlflowException("Body: 'You are not authenticated.'", error_code=UNAUTHENTICATED)
-    assert "MLFLOW_TRACKING_PASSWORD" in str(stores.sentence(unknown))
+    assert "MLFLOW_TRACKING_PASSWORD" in str(store_errors.explain(unknown))
 
 
 def test_a_run_knows_its_process_from_its_creation(store, monkeypatch):
@@ -531,12 +532,11 @@ def test_a_step_whose_sources_changed_names_the_files(store, monkeypatch):
     assert "qrl/train/grpo.py, " in phrase and phrase.endswith(" and 2 more sources changed")
     monkeypatch.setattr(sources, "digests", read)
     key = keys.trained(settings, "d", "cpu")
-    earlier = {name: part for name, part in keys.PARTS[key].items() if not name.startswith("qrl/")}
-    monkeypatch.setitem(keys.PARTS, key, earlier | {"train.steps": "9"})  # as an earlier version recorded them
+    monkeypatch.setitem(keys.PARTS, key, keys.PARTS[key] | {"train.steps": "9"})
     with runs.step("train", tags={names.TAG_CACHE_KEY: key}):
         reuse.record_outputs()
     assert edited() == ["train.steps 9 → 16"]
-    assert edited("train/grpo.py") == ["train.steps 9 → 16", "the sources changed"]
+    assert edited("train/grpo.py") == ["train.steps 9 → 16", "qrl/train/grpo.py changed"]
 
 
 def test_an_artifact_whose_bytes_changed_is_not_reused_and_its_rows_are_not_read(store, tmp_path):
@@ -545,6 +545,7 @@ def test_an_artifact_whose_bytes_changed_is_not_reused_and_its_rows_are_not_read
     with runs.step("evaluate", tags={names.TAG_CACHE_KEY: "k"}) as run:
         mlflow.log_artifact(str(tmp_path / names.QUESTIONS))
         mlflow.log_artifact(str(tmp_path / names.QUESTIONS), "figures")
+        reuse.seal(tmp_path / names.QUESTIONS, {})
         reuse.record_outputs(artifacts=[names.QUESTIONS, "figures"])
     run_id = run.info.run_id
     assert reuse.find("evaluate", "k").info.run_id == run_id and len(cells.rows([run_id])) == 50
