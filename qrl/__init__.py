@@ -76,16 +76,20 @@ def load(
     from qrl.registry import signing, versions
     from qrl.tasks import prompt
 
-    where, public = devices.choose(device), signing.trusted(require_signature)
+    device = devices.choose(device)
+    public_key = signing.trusted(require_signature)
     version = resolve(name, stage)
-    before = checkpoint.state(path := versions.admit(version))
-    versions.whole(version, path, public)
-    model, tokens = hf.load(path, where, devices.compute_dtype(dtype, where))
-    if checkpoint.state(path) != before:
+    path = versions.admit(version)
+
+    # The digest is checked before the files are loaded; if they change in between, the wrong weights have been checked.
+    state = checkpoint.state(path)
+    versions.whole(version, path, public_key)
+    model, tokenizer = hf.load(path, device, devices.compute_dtype(dtype, device))
+    if checkpoint.state(path) != state:
         raise QrlError(f"The files of {version} changed while they were loaded: load it again.")
     if version.chat:  # chats are rendered as they were evaluated
-        tokens.chat_template = prompt.fixed(tokens.get_chat_template(), version.chat)
-    return model, tokens
+        tokenizer.chat_template = prompt.fixed(tokenizer.get_chat_template(), version.chat)
+    return model, tokenizer
 
 
 def resolve(name: str, stage: str | int) -> Version:

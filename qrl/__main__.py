@@ -1,25 +1,27 @@
-"""`python -m qrl`."""
+"""`python -m qrl`: stop signals are handled before anything else is imported, then the command runs."""
 
 import _signal  # built in; `signal` imports others, during which a stop signal would end in a traceback
 
-_STOPS = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
+_STOP_SIGNALS = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
 
 
 def main() -> None:
-    """Heed signals before anything else is imported, then run the command."""
-    before = _signal.pthread_sigmask(_signal.SIG_BLOCK, _STOPS)
+    """Handle stop signals before anything else is imported, then run the command."""
+    mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         from qrl.tracking import signals
     except ModuleNotFoundError as missing:  # of a Python without the project's packages
         import sys
 
-        lacks = f"qrl: The package '{missing.name}' is not installed for {sys.executable}"
-        how = "run `mlflow run . --env-manager uv`, or activate the environment that a study prints."
-        print(f"{lacks}: {how}", file=sys.stderr)
+        print(
+            f"qrl: The package '{missing.name}' is not installed for {sys.executable}: "
+            "run `mlflow run . --env-manager uv`, or activate the environment that a study prints.",
+            file=sys.stderr,
+        )
         sys.exit(2)
 
     signals.guard(caught=False, ends=True)
-    _signal.pthread_sigmask(_signal.SIG_SETMASK, before)  # one that has come meanwhile arrives now
+    _signal.pthread_sigmask(_signal.SIG_SETMASK, mask)  # a signal that has come meanwhile arrives now
     from qrl.cli import main as command
 
     command()

@@ -6,7 +6,8 @@
     ├── GateRefused     3  a gate refused a promotion; every stage stays where it was
     └── VerdictFailed   3  `compare --fail-on` names a verdict that the comparison reached
 
-The command line prints the sentence without a traceback, and the run keeps it in the tag `qrl.reason`.
+The command line prints the sentence without a traceback, unless it `is_printed` already, and the run keeps it in the
+tag `qrl.reason`.
 """
 
 import re
@@ -14,21 +15,29 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 PANIC = "PanicException"  # the name of what pyo3 raises, no Exception, where a library in Rust fails
-_Seen = TypeVar("_Seen")
-_LONGEST, _LONGEST_WORD = 6000, 1000  # characters of a sentence, and of a name in it that somebody else chose
+_T = TypeVar("_T")
+_MAX_SENTENCE = 6000  # characters
+_MAX_WORD = 1000  # characters of a name in a sentence that somebody else chose
 
 
 class QrlError(Exception):
     """A step failed for a reason that one sentence explains."""
 
     exit_code = 1
-    printed = False  # whether the launched step has printed the sentence already
 
-    def __init__(self, sentence: object = "") -> None:
-        """Keep the sentence, fit for a terminal: control characters are escaped, and long names are cut."""
-        words = re.sub(rf"\S{{{_LONGEST_WORD},}}", lambda word: f"{word[0][:60]}…", str(sentence)[: 100 * _LONGEST])
-        shown = (char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in words[:_LONGEST])
-        super().__init__("".join(shown))
+    def __init__(self, sentence: object = "", *, is_printed: bool = False) -> None:
+        """Keep the sentence, fit for a terminal: control characters are escaped, and long names are cut.
+
+        Args:
+            sentence: what was wrong, what was expected, and what to do.
+            is_printed: the terminal has it already, from a step that was launched or cell by cell, so that the
+                command that ends with this error does not print it again.
+        """
+        text = str(sentence)[: 100 * _MAX_SENTENCE]
+        text = re.sub(rf"\S{{{_MAX_WORD},}}", lambda word: f"{word[0][:60]}…", text)[:_MAX_SENTENCE]
+        printable = (char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
+        super().__init__("".join(printable))
+        self.is_printed = is_printed
 
 
 class UnhealthyCell(QrlError):
@@ -53,20 +62,29 @@ class VerdictFailed(QrlError):
     exit_code = 3
 
 
+class StopReported(KeyboardInterrupt):
+    """A stop signal that ended a launched step too, which has printed the sentence about it."""
+
+    def __init__(self, stop: KeyboardInterrupt) -> None:
+        """Keep the signal's sentence and exit code."""
+        super().__init__(str(stop))
+        self.code = getattr(stop, "code", 130)  # as `signals.exit_code` reads it: 128 + the signal's number
+
+
 class Objections:
-    """What speaks against a command, looked at in one go and told as one list."""
+    """All that is wrong with a command, gathered by several checks and reported as one list."""
 
     def __init__(self) -> None:
         """Start without any."""
         self.sentences: list[str] = []
 
-    def check(self, look: Callable[..., _Seen], *arguments: Any, **named: Any) -> _Seen | None:
+    def check(self, look: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T | None:
         """Return what `look` returns; keep the sentence of its BadInput and return None.
 
         Another error is raised, unless there is an objection already: it may well follow from that one.
         """
         try:
-            return look(*arguments, **named)
+            return look(*arguments, **keywords)
         except BadInput as error:
             self.add(str(error))
         except Exception:
@@ -76,20 +94,25 @@ class Objections:
 
     def add(self, *sentences: str) -> None:
         """Keep sentences, each once."""
-        self.sentences += [sentence for sentence in dict.fromkeys(sentences) if sentence not in self.sentences]
+        for sentence in sentences:
+            if sentence not in self.sentences:
+                self.sentences.append(sentence)
 
     def insist(self) -> None:
         """Raise BadInput with all sentences; do nothing without any."""
         if len(self.sentences) == 1:
             raise BadInput(self.sentences[0])
         if self.sentences:
-            raise BadInput(
-                "\n".join([f"{len(self.sentences)} things to correct:", *map("- {}".format, self.sentences)])
-            )
+            items = [f"- {sentence}" for sentence in self.sentences]
+            raise BadInput("\n".join([f"{len(self.sentences)} things to correct:", *items]))
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, with the next if it ends with a colon; "no message" if empty."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip("# ")] or ["no message"]
-    causes = [line for line in lines[1:] if not line.startswith("#")]  # MLflow heads each failed download so
-    return f"{lines[0]} {causes[0]}" if lines[0].endswith(":") and causes else lines[0]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip("# ")]
+    if not lines:
+        return "no message"
+    if not lines[0].endswith(":"):
+        return lines[0]
+    causes = [line for line in lines[1:] if not line.startswith("#")]  # MLflow heads each failed download with #
+    return f"{lines[0]} {causes[0]}" if causes else lines[0]

@@ -3,26 +3,42 @@
 from collections.abc import Iterable
 
 # Variants: which training made the weights.
-BASE, GRPO = "base", "grpo"
+BASE = "base"
+GRPO = "grpo"
 SFT = "sft"  # supervised fine-tuning for as many steps: a control
 QAT_PREFIX = "qat-"  # GRPO with linears that compute in a format: qat-int4
 QAD_PREFIX = "qad-"  # on-policy distillation into such linears
 DISTILLED = "distilled"  # a distilled arm's control: the teacher's model after the same steps without quantization
 
 # Schemes: how the weights are stored. Tables show `full` with the dtype it was computed in: `full (bf16)`.
-FULL, NF4, INT8, AWQ = "full", "nf4", "int8", "awq"
-_FORMER = {"fp16": FULL}  # in older stores and files
-AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4 = "awq-ct", "gptq", "fp8", "nvfp4a16", "nvfp4"
-W8A16, W8A8, MXFP4A16 = "w8a16", "w8a8", "mxfp4a16"
-GPTQ_INT3, GPTQ_INT2 = "gptq-int3", "gptq-int2"  # beside gptq, so that one study has several widths
-MXFP8, FP8_BLOCK, W4AFP8 = "mxfp8", "fp8-block", "w4afp8"
-AUTOROUND, SPINQUANT = "autoround", "spinquant"
+FULL = "full"
+_OLD_SCHEMES = {"fp16": FULL}  # in older stores and files
+NF4 = "nf4"
+INT8 = "int8"
+AWQ = "awq"
+AWQ_CT = "awq-ct"
+GPTQ = "gptq"
+GPTQ_INT3 = "gptq-int3"  # schemes of their own, so that one study can have several widths
+GPTQ_INT2 = "gptq-int2"
+FP8 = "fp8"
+FP8_BLOCK = "fp8-block"
+NVFP4A16 = "nvfp4a16"
+NVFP4 = "nvfp4"
+W8A16 = "w8a16"
+W8A8 = "w8a8"
+MXFP4A16 = "mxfp4a16"
+MXFP8 = "mxfp8"
+W4AFP8 = "w4afp8"
+AUTOROUND = "autoround"
+SPINQUANT = "spinquant"
 BITSANDBYTES = (NF4, INT8)
-COMPRESSED = (AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4, W8A16, W8A8, MXFP4A16, GPTQ_INT3, GPTQ_INT2)  # by llm-compressor
-COMPRESSED += (MXFP8, FP8_BLOCK, W4AFP8, AUTOROUND, SPINQUANT)
+COMPRESSED = (  # by llm-compressor
+    *(AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4, W8A16, W8A8, MXFP4A16, GPTQ_INT3, GPTQ_INT2),
+    *(MXFP8, FP8_BLOCK, W4AFP8, AUTOROUND, SPINQUANT),
+)
 ROUNDED_PREFIX = "rtn-"  # round-to-nearest without a search, in a format of train.qat
 FORMATS = ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4", "int3", "int2")  # of train.qat
-GROUPED_FORMATS = ("int4", "int3", "int2")  # of them: the recipe chooses how many inputs share a scale
+GROUPED_FORMATS = ("int4", "int3", "int2")  # formats in which the recipe chooses how many inputs share a scale
 ROUNDED = tuple(f"{ROUNDED_PREFIX}{name}" for name in (*FORMATS, "file"))
 RTN_FILE = ROUNDED[-1]  # in the format of a file, quantize.format
 QUANTIZED_SCHEMES = (*BITSANDBYTES, AWQ, *COMPRESSED, *ROUNDED)
@@ -49,7 +65,7 @@ TAG_TASK = "qrl.task"
 TAG_DIGEST = "qrl.digest"
 TAG_CACHE_KEY = "qrl.cache_key"
 TAG_PARENT_DIGEST = "qrl.parent_digest"
-TAG_CHAT = "qrl.chat_template_kwargs"  # of a version, as JSON: how its evaluation rendered chats; absent if plainly
+TAG_CHAT = "qrl.chat_template_kwargs"  # of a version, as JSON: how its evaluation rendered chats; absent for none
 TAG_PARENT_VERSION = "qrl.parent_version"
 TAG_STAGES = "qrl.stages"  # of a registered model without a record: the stages that recipes declared for it
 TAG_MIRROR = "qrl.mirror."  # and MLflow's stage: the stage of ours that it shows
@@ -106,7 +122,8 @@ REACHED_RATE = "eval/reached_rate"  # reached the right value, then went on to a
 REFERENCE_PERPLEXITY = "eval/reference_perplexity"  # exp(−eval/reference_logprob)
 REFERENCE_LIKELIHOOD = "eval/reference_logprob"  # mean over questions
 SERVE_READY = "serve/ready_s"  # from the command's start to the first answer; serve/load_s, verify_s, added_s are parts
-SERVE_VERSION, SERVE_REFUSED = "serve/version", "serve/refused_version"  # of a server that follows a stage, by switch
+SERVE_VERSION = "serve/version"  # of a server that follows a stage, by switch
+SERVE_REFUSED = "serve/refused_version"
 SECONDS = "step/seconds"  # logged only by a step that succeeds
 
 # Provenance of a cell, in its rows and its model's params: `compare` rejects cells that differ in one of these.
@@ -120,7 +137,7 @@ QUESTION_TEXT = "question_text"
 UNHEALTHY = "unhealthy"  # the tag's text, in every row of such a cell
 GRADED = "graded"  # there: the grader's own verdict, where `correct` counts an unfinished answer as wrong
 REFERENCE_LOGPROB = "reference_logprob"  # of the worked solution, mean over its tokens, in nats
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+_SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def pass_at(k: int) -> str:
@@ -129,7 +146,8 @@ def pass_at(k: int) -> str:
 
 
 # Artifacts of a study's run
-TABLE_MD, TABLE_JSON = "table.md", "table.json"
+TABLE_MD = "table.md"
+TABLE_JSON = "table.json"
 QUESTIONS = "questions.parquet"
 CHANGED_JSON = "changed_answers.json"  # a table of MLflow's: answers that quantization turned right or wrong
 NOTES_JSON = "notes.json"  # of a comparison: sentences on what it rests on, its warnings first
@@ -139,7 +157,9 @@ RECIPE = "recipe.yaml"
 FILES = "files"  # the user's own: a task, rewards
 REPORT = "report.html"
 HISTORY = "history.parquet"  # training curves
-WEIGHTS, STORED, BEHAVIOUR = "weights.parquet", "schemes.parquet", "behaviour.parquet"  # of diagnose
+WEIGHTS = "weights.parquet"  # of diagnose
+STORED = "schemes.parquet"
+BEHAVIOUR = "behaviour.parquet"
 FIGURES = "figures"
 
 
@@ -155,7 +175,7 @@ def stored(scheme: str) -> str:
 
 def scheme(label: str, reference: str | None = None) -> str:
     """Return the present name of a scheme: older stores and files say `fp16` for `full`, a user's say `reference`."""
-    return FULL if label == reference else _FORMER.get(label, label)
+    return FULL if label == reference else _OLD_SCHEMES.get(label, label)
 
 
 def shown(scheme: str, dtypes: Iterable[object]) -> str:
@@ -165,14 +185,17 @@ def shown(scheme: str, dtypes: Iterable[object]) -> str:
         scheme: as cells are labelled.
         dtypes: of the answers, torch's names; anything but one name leaves the scheme as it is.
     """
-    distinct = set(dtypes)
-    dtype = distinct.pop() if len(distinct) == 1 else None
-    return f"{scheme} ({short(dtype)})" if scheme == FULL and isinstance(dtype, str) and dtype else scheme
+    distinct_dtypes = set(dtypes)
+    if scheme != FULL or len(distinct_dtypes) != 1:
+        return scheme
+    (dtype,) = distinct_dtypes
+    is_name = isinstance(dtype, str) and dtype != ""
+    return f"{scheme} ({short(dtype)})" if is_name else scheme
 
 
 def short(dtype: str) -> str:
     """Return a dtype as tables show it: `bf16` for torch's `bfloat16`."""
-    return _SHORT.get(dtype, dtype)
+    return _SHORT_DTYPES.get(dtype, dtype)
 
 
 def with_groups(scheme: str, size: int | None) -> str:

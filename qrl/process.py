@@ -1,4 +1,9 @@
-"""Settings of this process: quiet libraries, threads that do not spin, an allocator that keeps its memory."""
+"""This process and those that it starts: settings, signals of the kernel, `multiprocessing`, and training in several.
+
+`settle` is called first by every command: it quiets libraries, keeps threads from spinning, and lets the allocator keep
+its memory. The rest is what Python or a library lacks for a command that can be killed at any moment without leaving
+processes behind.
+"""
 
 import contextlib
 import ctypes
@@ -30,10 +35,15 @@ CHATTY = ("torchao", "torch.utils._pytree", "bitsandbytes", "torch.distributed.e
 ROOT = Path(__file__).parents[1]
 CALLER = "QRL_CALLER"  # how the user types commands, for processes that such a command launches
 FOLDER = "QRL_FOLDER"  # the folder in which the launching command was typed; MLflow starts us in the project's own
-FIRST = "QRL_FIRST"  # pid of the first of several processes that train together, for those that it started
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _NEVER = -1, -3, 1 << 30  # glibc's mallopt
-_swallowing = False
+FIRST = "QRL_FIRST"  # pid of the first process of a training in several, set for those that it started
+# Linux's prctl.
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+# glibc's mallopt.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_HUGE_THRESHOLD = 1 << 30  # bytes: in effect, memory is never returned
+_swallowing = False  # whether a block of `swallowing` runs
 
 
 @contextmanager
@@ -48,10 +58,19 @@ def sentences() -> Iterator[None]:
 
 def settle() -> None:
     """Set working folder, environment, log levels and the allocator; call it before torch is imported."""
-    if first := os.environ.pop(FIRST, None):
-        die_with_parent(int(first), signal.SIGKILL)  # no handler of Python's runs while it waits for other GPUs
-    if folder := os.environ.pop(FOLDER, None):
+    first_process = os.environ.pop(FIRST, None)
+    if first_process:
+        die_with_parent(int(first_process), signal.SIGKILL)  # no handler of Python's runs while it waits for other GPUs
+    folder = os.environ.pop(FOLDER, None)
+    if folder:
         os.chdir(folder)  # relative paths and work in progress belong to the folder of the launching command
+    _set_variables()
+    _quiet_libraries()
+    _keep_freed_memory()
+
+
+def _set_variables() -> None:
+    """Set environment variables, which the processes that this one starts inherit."""
     os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] = "false"  # nothing from a checkpoint is executed, by no child
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
@@ -65,22 +84,30 @@ def settle() -> None:
     # PYTHONPYCACHEPREFIX says where the compiled files go.
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
         sys.dont_write_bytecode = False
+
+
+def _quiet_libraries() -> None:
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message=".*MatMul8bitLt.*")  # INT8 warns at every matrix product
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc keep the memory of freed tensors: mapping each one again costs a third of decoding's time."""
     with contextlib.suppress(OSError, AttributeError):  # not Linux, or not glibc
-        # glibc keeps the memory of freed tensors: mapping each one anew costs a third of decoding's time.
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, _NEVER)
-        libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+        libc.mallopt(_M_MMAP_THRESHOLD, _HUGE_THRESHOLD)
+        libc.mallopt(_M_TRIM_THRESHOLD, _HUGE_THRESHOLD)
 
 
 def die_with_parent(launcher: int = 0, by: signal.Signals = signal.SIGTERM) -> None:
-    """Ask the kernel for a signal at the parent's death, however it dies; on Linux alone.
+    """Ask the kernel for a signal at the parent's death, however it dies; on Linux only.
 
-    `launcher` is the process that is known to have wanted this one, and may have died before this call.
+    Args:
+        launcher: pid of the process that started this one, which may have died before this call; 0: not known.
+        by: the signal.
     """
     if sys.platform != "linux":
         return
@@ -94,8 +121,8 @@ def at_end(close: Callable[[], object]) -> None:
     """Call `close` when this process ends, before it waits for the processes that it started.
 
     A process that `multiprocessing` started calls no handler of `atexit`. It calls such finalizers, and then joins its
-    children: one that nobody has ended keeps it waiting for ever. A fork forgets its parent's finalizers, so whoever
-    starts a process calls this then, and not at import.
+    children: one that nobody has ended keeps it waiting for ever. A fork forgets its parent's finalizers, so this is
+    called when a process is started, and not at import.
     """
     from multiprocessing import util
 
@@ -103,7 +130,7 @@ def at_end(close: Callable[[], object]) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose own parent dies; on Linux alone, and kept by `exec`."""
+    """Become the parent of every process below this one that loses its parent; on Linux only, and kept by `exec`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -152,8 +179,8 @@ def context(method: Literal["spawn", "forkserver"]) -> _SpawnContext | _ForkServ
         QrlError: this process is itself one that runs a script again, which would start others without end.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        again = "A process that `multiprocessing` started runs this script again, and would start others in turn"
-        raise QrlError(f'{again}: put its main code below `if __name__ == "__main__":`.')
+        problem = "A process that `multiprocessing` started runs this script again, and would start others in turn"
+        raise QrlError(f'{problem}: put its main code below `if __name__ == "__main__":`.')
     _leave_out_script()
     if method == "spawn":
         return _SpawnContext()
@@ -173,22 +200,22 @@ def _without_script() -> Iterator[None]:
 @cache
 def _leave_out_script() -> None:
     """Let `multiprocessing` not name the main module to processes that `_without_script` starts."""
-    describe = spawn.get_preparation_data
+    original = spawn.get_preparation_data
 
-    def described(name: str) -> dict[str, Any]:
-        data = describe(name)
+    def get_preparation_data(name: str) -> dict[str, Any]:
+        data = original(name)
         if getattr(_starting, "without_script", False):
             data = {key: value for key, value in data.items() if not key.startswith("init_main_from_")}
         return data
 
-    spawn.get_preparation_data = described
+    spawn.get_preparation_data = get_preparation_data
 
 
 @cache
 def _forget_server_in_forks() -> None:
     """Let a fork of this process start a fork server of its own.
 
-    `multiprocessing` waits for the server as for a child, and a fork's parent's server is none: it would raise.
+    `multiprocessing` waits for the server as for a child, but in a fork the parent's server is none: it would raise.
     """
     server = forkserver._forkserver
 
@@ -204,7 +231,7 @@ def _forget_server_in_forks() -> None:
 def swallowing() -> Iterator[None]:
     """Mark a block in which a library may swallow the exception of a stop signal, as a poll of ZeroMQ does.
 
-    A signal then ends the process where it stands, instead of waiting for a block that will not be left.
+    A signal then ends the process at once, instead of waiting for a block that will not be left.
     """
     global _swallowing  # noqa: PLW0603
     _swallowing = True
@@ -227,20 +254,20 @@ def deaf_children() -> Iterator[None]:
     """
     from multiprocessing import util
 
-    spawn = util.spawnv_passfds
+    original = util.spawnv_passfds
 
-    def spawn_deaf(*how: Any) -> int:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # a process inherits what is blocked
+    def spawn_deaf(*arguments: Any) -> int:
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))  # a process inherits what is blocked
         try:
-            return spawn(*how)
+            return original(*arguments)
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     util.spawnv_passfds = spawn_deaf
     try:
         yield
     finally:
-        util.spawnv_passfds = spawn
+        util.spawnv_passfds = original
 
 
 def hush_transformers() -> None:
@@ -258,30 +285,31 @@ def hush_gptqmodel() -> None:
 
 
 def command(step: str, options: Mapping[str, str]) -> str:
-    """Return the line that runs a step, as the user would type it who typed the command that runs now.
+    """Return the line that runs a step, typed in the way of the command that runs now.
 
     Args:
         step: entry point.
         options: name without dashes → value.
     """
     pattern = caller()
-    form = "-P {}={}" if " run " in pattern else "--{} {}"
-    words = (form.format(name, shlex.quote(value)) for name, value in options.items())
+    option_pattern = "-P {}={}" if " run " in pattern else "--{} {}"  # under `mlflow run`, or of our own command
+    words = [option_pattern.format(name, shlex.quote(value)) for name, value in options.items()]
     return " ".join((pattern.format(step), *words))
 
 
 def caller() -> str:
-    """Return how commands are typed here, with `{}` for the step: `mlflow run . -e {} --env-manager uv`, say."""
+    """Return how commands are typed here, with `{}` for the step, such as `mlflow run . -e {} --env-manager uv`."""
     if CALLER in os.environ:  # this process was started by such a command, in another environment
         return os.environ[CALLER]
-    words, above, folder = _launchers()
+    words, words_above, folder = _launchers()
     if "run" in words and Path(words[words.index("run") - 1]).name == "mlflow":
         program = f"{shlex.quote(words[0])} -m mlflow" if words[1] == "-m" else "mlflow"
-        if above[1:3] == ["tool", "uvx"]:  # as which uv starts itself
-            program = shlex.join(["uvx", *above[3 : above.index("run")]])
-        manager = re.search(r"--env-manager[ =]\S+", " ".join(words))
+        if words_above[1:3] == ["tool", "uvx"]:  # as which uv starts itself
+            program = shlex.join(["uvx", *words_above[3 : words_above.index("run")]])
         project = "." if folder == str(ROOT) else shlex.quote(str(ROOT))
-        return " ".join(filter(None, (program, "run", project, "-e {}", manager and manager[0])))
+        pattern = f"{program} run {project} -e {{}}"
+        manager = re.search(r"--env-manager[ =]\S+", " ".join(words))
+        return f"{pattern} {manager[0]}" if manager else pattern
     if sys.argv[0] == shutil.which("qrl"):
         return "qrl {}"
     return f"{shlex.quote(sys.orig_argv[0])} -m qrl {{}}"
@@ -292,23 +320,23 @@ def _launchers() -> tuple[list[str], list[str], str]:
     import psutil
 
     try:
-        first, second = psutil.Process().parents()[:2]
-        return first.cmdline(), second.cmdline(), first.cwd()
+        parent, grandparent = psutil.Process().parents()[:2]
+        return parent.cmdline(), grandparent.cmdline(), parent.cwd()
     except (psutil.Error, ValueError):  # another user's, or there are no two
         return [], [], ""
 
 
 @contextmanager
-def variables(**wanted: str) -> Iterator[None]:
-    """Set environment variables, for the processes that the block starts, and restore the former values at its end."""
-    before = {name: os.environ[name] for name in wanted if name in os.environ}
-    os.environ.update(wanted)
+def variables(**values: str) -> Iterator[None]:
+    """Set environment variables, for the processes that the block starts, and restore their values at its end."""
+    original = {name: os.environ[name] for name in values if name in os.environ}
+    os.environ.update(values)
     try:
         yield
     finally:
-        for name in wanted:
+        for name in values:
             del os.environ[name]
-        os.environ.update(before)
+        os.environ.update(original)
 
 
 def installed(package: str) -> str | None:
@@ -355,7 +383,7 @@ def zero() -> bool:
 
 
 def file_digest(file: str | Path) -> str:
-    """Return the sha256 of a file's bytes; nothing where there is no file, which whoever reads it refuses."""
+    """Return the sha256 of a file's bytes; empty if there is no file, which is refused when it is read."""
     if not Path(file).is_file():
         return ""
     with open(file, "rb") as content:

@@ -1,4 +1,4 @@
-"""Where a model's name leads: the shipped model, a checkpoint folder, or the hub."""
+"""The folder behind a model's name: the shipped model, a checkpoint folder, or a download from the hub."""
 
 import os
 import re
@@ -53,12 +53,15 @@ def _absolute(model: str) -> str:
     """Return a sentence with the absolute path to try: `mlflow run FOLDER` starts steps in FOLDER."""
     if Path(model).is_absolute() or not os.environ.get("MLFLOW_RUN_ID"):
         return ""
+    rule = f" Under `mlflow run`, a relative path counts from {Path.cwd()}"
     try:
-        typed_in = Path(f"/proc/{os.getppid()}/cwd").resolve(strict=True)  # MLflow's own folder; Linux only
+        mlflow_folder = Path(f"/proc/{os.getppid()}/cwd").resolve(
+            strict=True
+        )  # where the command was typed; Linux only
     except OSError:
-        typed_in = None
-    here = f" Under `mlflow run`, a relative path counts from {Path.cwd()}"
-    if typed_in is None or typed_in == Path.cwd():
-        return f"{here}: give an absolute path."
-    path = Path(os.path.normpath(typed_in / model))
-    return f"{here}: give the absolute path, {path}{', which exists' if path.is_dir() else ', if you meant that'}."
+        return f"{rule}: give an absolute path."
+    if mlflow_folder == Path.cwd():
+        return f"{rule}: give an absolute path."
+    path = Path(os.path.normpath(mlflow_folder / model))
+    note = "which exists" if path.is_dir() else "if you meant that"
+    return f"{rule}: give the absolute path, {path}, {note}."

@@ -18,7 +18,8 @@ from qrl.errors import BadInput
 
 DYING_S = 10  # how long a process that was told to stop may hold a folder: a study that was killed leaves such steps
 _YOUNG_S = 60  # a younger temporary folder may not be locked yet
-WORK = Path(".qrl")  # normally on the store's file system, so that finished weights can be linked into the store
+# In the working folder, which is normally on the store's file system, so that finished weights can be linked there.
+WORK = Path(".qrl")
 
 
 @contextmanager
@@ -40,19 +41,20 @@ def workspace(name: str, *, keep_on_error: bool = False, shared: bool = False) -
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise BadInput(f"{path.parent} is a file, but a folder to work in was expected: move it away.") from None
-    _sweep(path.parent)
+    _delete_leftovers(path.parent)
     lock = Path(f"{path}.lock")
     try:
         with FileLock(lock, timeout=DYING_S, poll_interval=0.2):
             if not keep_on_error:
                 shutil.rmtree(path, ignore_errors=True)
             path.mkdir(exist_ok=True)
-            keep = keep_on_error
+            succeeded = False
             try:
                 yield path
-                keep = False
+                succeeded = True
             finally:
-                if not (keep and path.is_dir() and any(path.iterdir())):  # an empty one has nothing to resume from
+                has_files = path.is_dir() and any(path.iterdir())  # an empty folder has nothing to resume from
+                if succeeded or not keep_on_error or not has_files:
                     shutil.rmtree(path, ignore_errors=True)
                 if not path.exists():
                     lock.unlink(missing_ok=True)
@@ -60,8 +62,8 @@ def workspace(name: str, *, keep_on_error: bool = False, shared: bool = False) -
         raise BadInput(f"Another process is doing this very work ({path.name}): wait for it, or stop it.") from None
 
 
-def _sweep(folder: Path) -> None:
-    """Delete what killed processes left behind; a folder kept for a retry has no process in its name."""
+def _delete_leftovers(folder: Path) -> None:
+    """Delete what killed processes left; a folder that is kept for a retry has no process in its name."""
     for lock in folder.glob("*-by-*.lock"):
         if _is_gone(lock.stem.rpartition("-by-")[2]):
             shutil.rmtree(lock.with_suffix(""), ignore_errors=True)
@@ -69,26 +71,29 @@ def _sweep(folder: Path) -> None:
 
 
 def _writer() -> str:
-    """Return a name of this process that no process of another host has, which may share the folder."""
+    """Return a name of this process that is unique among the hosts that share the folder."""
     return f"{sha256(socket.gethostname().encode()).hexdigest()[:8]}-{os.getpid()}"
 
 
 def _is_gone(writer: str) -> bool:
-    """Whether a `_writer` was a process of this host and is no more."""
+    """Return whether a `_writer` was a process of this host and has ended."""
     import psutil
 
     host, _, pid = writer.partition("-")
-    return host == _writer().partition("-")[0] and pid.isdecimal() and not psutil.pid_exists(int(pid))
+    this_host, _, _ = _writer().partition("-")
+    return host == this_host and pid.isdecimal() and not psutil.pid_exists(int(pid))
 
 
 def free_bytes(folder: Path) -> int:
     """Return the free space, in bytes, of the disk that holds a folder or will hold it."""
-    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def need(folder: Path, size: int, what: str) -> None:
     """Raise BadInput if a folder's disk lacks the space for `size` bytes, which `what` is about to write there."""
-    if (free := free_bytes(folder)) < size:
+    free = free_bytes(folder)
+    if free < size:
         raise BadInput(
             f"{what} needs {size / 1e9:.2g} GB, but {folder.absolute()} has {free / 1e9:.2g} GB free: free the disk, "
             "or start qrl from a folder on another disk."
@@ -97,9 +102,9 @@ def need(folder: Path, size: int, what: str) -> None:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path` to write to, and rename it to `path` when the block ends without an error.
+    """Yield a path in the same folder to write to, and rename it to `path` when the block ends without an error.
 
-    A reader, or a process killed half-way, sees the former file or the whole new one.
+    A reader sees the previous file or the whole new one, also if this process is killed half-way.
 
     Args:
         path: file or folder to appear; its parent folder is made if need be.
@@ -113,12 +118,14 @@ def written_whole(path: Path) -> Iterator[Path]:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise BadInput(f"{path} is a device or a pipe, and would be replaced by a file: give another path.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{_writer()}.partial")  # of two writers the later one's file stays
+    # The writer's name keeps two writers apart; the file of the later one stays.
+    partial = path.with_name(f".{path.name}.{_writer()}.partial")
     _delete(partial)
     try:
-        for former in partials(path):
-            if _is_gone(former.name.split(".")[-2]):
-                _delete(former)
+        for leftover in partials(path):
+            writer = leftover.name.split(".")[-2]
+            if _is_gone(writer):
+                _delete(leftover)
         yield partial
         os.replace(partial, path)
     except BaseException:
@@ -129,9 +136,10 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 def partials(path: Path) -> list[Path]:
     """Return what processes are writing with `written_whole` to appear as `path`, or wrote until they were killed."""
+    if not path.parent.is_dir():
+        return []
     pattern = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{8}-\d+\.partial")
-    beside = path.parent.iterdir() if path.parent.is_dir() else ()
-    return [each for each in beside if pattern.fullmatch(each.name)]
+    return [sibling for sibling in path.parent.iterdir() if pattern.fullmatch(sibling.name)]
 
 
 @contextmanager
@@ -170,9 +178,9 @@ class Scratch:
         self.path = Path(self._folder.name)
         self._lock = os.open(self.path, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        for other in self.path.parent.glob(f"{prefix}*"):
+        for folder in self.path.parent.glob(f"{prefix}*"):
             with contextlib.suppress(OSError):  # locked, another user's, or gone by now
-                _delete_if_dead(other)
+                _delete_if_dead(folder)
 
     def cleanup(self) -> None:
         """Delete the folder."""

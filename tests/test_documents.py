@@ -1,30 +1,21 @@
-"""Markdown keeps its promises: the tree of files is true, links lead somewhere, pages stay short.
+"""Markdown keeps its promises: the map of folders is true, links lead somewhere, tables are terse.
 
-`python -m tests.test_documents --write`, in the project's root, writes the tree of qrl/README.md again.
+`python -m tests.test_documents --write`, in the project's root, writes the map of qrl/README.md again.
 """
 
 import ast
-import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 MAP = ROOT / "qrl" / "README.md"
-BLOCK = re.compile(r"(?<=<!-- tree -->\n\n```\n).*?(?=```)", re.DOTALL)
-SHOWN = ("qrl", "tests")
-CLOSED = {  # folders that the tree shows as one line
-    "qrl/tiny/model": "weights, tokenizer, model card",
-    "tests/benchmarks/answer/export": "answers by question and cell, measures of weights",
-    "tests/benchmarks/answer/found": "the page, its figures and all tables, as report.py writes them",
-    "tests/benchmarks/answer/methods": "answers by question and cell, of question 5's own runs",
-    "tests/cases": "cases as data: graders, logs of other tools",
-}
-COLUMN, LONGEST = 34, 90  # where clauses begin, and their longest, in characters
+BLOCK = re.compile(r"(?<=<!-- folders -->\n\n).*?(?=<!-- end of folders -->)", re.DOTALL)
+WITHOUT_INIT = {"examples": "Walks for users: a study by hand, a notebook, a real model with a task of its own"}
+LONGEST = 90  # characters of a module's first sentence
 
 
 def tracked() -> list[str]:
@@ -34,60 +25,44 @@ def tracked() -> list[str]:
     return [path for path in listed.stdout.splitlines() if (ROOT / path).is_file()]
 
 
-def clause(path: Path) -> str:
-    """Return a file in a few words: a docstring's first sentence, a page's title, a recipe's first comment."""
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".py":
-        text = ast.get_docstring(ast.parse(text)) or ""
-    elif path.suffix == ".md":
-        text = text[text.index("# ") + 2 :].partition("\n")[0]
-    elif path.suffix == ".ipynb":
-        text = "".join(json.loads(text)["cells"][0]["source"]).partition("\n")[0].removeprefix("# ")
-    elif path.suffix in (".yaml", ".yml", ".txt"):
-        comments = [line.removeprefix("#").strip() for line in text.split("\n")]
-        text = " ".join(comments[: next(i for i, line in enumerate(text.split("\n")) if not line.startswith("#"))])
-    else:
-        return ""
-    sentence = re.split(r"(?<=[.?!])\s", " ".join(text.split("\n\n")[0].split()))[0].rstrip(".")
+def clause(module: Path) -> str:
+    """Return the first sentence of a module's docstring, cut at a colon, semicolon or comma if it is long."""
+    docstring = ast.get_docstring(ast.parse(module.read_text(encoding="utf-8"))) or ""
+    paragraph = " ".join(docstring.split("\n\n")[0].split())
+    sentence = re.split(r"(?<=[.?!])\s", paragraph)[0].rstrip(".")
     for separator in (": ", "; ", ", "):
         if len(sentence) <= LONGEST:
             break
-        kept = sentence[: LONGEST + 1].rpartition(separator)[0]
-        sentence = kept if len(kept) > LONGEST // 3 else sentence
+        shorter = sentence[: LONGEST + 1].rpartition(separator)[0]
+        if len(shorter) > LONGEST // 3:
+            sentence = shorter
     return sentence
 
 
-def tree() -> str:
-    """Return a line for every tracked file of `SHOWN`; a package's line is that of its `__init__.py`."""
-    return "\n".join(line for top in SHOWN for line in folder(top, tracked(), 0)) + "\n"
+def folders() -> list[str]:
+    """Return the names of the package's folders, of the first level."""
+    return sorted({path.split("/")[1] for path in tracked() if re.match(r"qrl/[^/]+/", path)})
 
 
-def folder(path: str, files: list[str], depth: int) -> Iterator[str]:
-    """Yield the lines of one folder: its own, its files', its folders'."""
-    package = f"{path}/__init__.py"
-    yield line(Path(path).name + "/", depth, CLOSED.get(path) or (clause(ROOT / package) if package in files else ""))
-    if path in CLOSED:
-        return
-    inside = sorted({file.removeprefix(path + "/").split("/")[0] for file in files if file.startswith(path + "/")})
-    for name in [name for name in inside if f"{path}/{name}" in files and name != "__init__.py"]:
-        yield line(name, depth + 1, clause(ROOT / path / name))
-    for name in [name for name in inside if f"{path}/{name}" not in files]:
-        yield from folder(f"{path}/{name}", files, depth + 1)
+def map_of_folders() -> str:
+    """Return a table with a row for each folder: its name, with a link to its page if it has one, and its purpose."""
+    rows = ["| folder | what it does |", "|---|---|"]
+    for folder in folders():
+        path = ROOT / "qrl" / folder
+        name = f"[`{folder}/`]({folder}/README.md)" if (path / "README.md").exists() else f"`{folder}/`"
+        purpose = WITHOUT_INIT.get(folder) or clause(path / "__init__.py")
+        rows.append(f"| {name} | {purpose} |")
+    return "\n".join(rows) + "\n\n"
 
 
-def line(name: str, depth: int, words: str) -> str:
-    """Return one line of the tree: `  name        clause`."""
-    return ("  " * depth + name).ljust(COLUMN - 1) + f" {words}" if words else "  " * depth + name
-
-
-def test_the_tree_is_what_git_tracks():
-    assert BLOCK.search(MAP.read_text(encoding="utf-8"))[0] == tree(), (
-        "qrl/README.md shows another tree: run `python -m tests.test_documents --write`"
-    )
+def test_the_map_names_every_folder():
+    shown = BLOCK.search(MAP.read_text(encoding="utf-8"))[0]
+    assert re.findall(r"`([a-z_]+)/`", shown) == folders()
+    assert shown == map_of_folders(), "qrl/README.md shows another map: run `python -m tests.test_documents --write`"
 
 
 def test_a_module_says_in_a_short_clause_what_it_is():
-    modules = [path for path in tracked() if path.endswith(".py") and path.startswith(SHOWN)]
+    modules = [path for path in tracked() if path.endswith(".py") and path.startswith(("qrl", "tests"))]
     clauses = {path: clause(ROOT / path) for path in modules}
     wrong = {path: words for path, words in clauses.items() if not 0 < len(words) <= LONGEST}
     assert not wrong, f"docstrings should begin with a sentence of at most {LONGEST} characters: {wrong}"
@@ -118,7 +93,7 @@ def test_pictures_are_small():
 
 
 def test_tables_of_the_readme_are_terse():
-    """Check that no cell has more than twelve words: the table of commands is read at a glance."""
+    """Check that no cell has more than twelve words: a table is read at a glance."""
     rows = re.findall(r"^\| .*\|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
     cells = [re.sub(r"\]\([^)]*\)|[`*\[\]]", "", cell) for row in rows for cell in row.strip("|").split("|")]
     assert [cell for cell in cells if len(cell.split()) > 12] == []
@@ -126,4 +101,4 @@ def test_tables_of_the_readme_are_terse():
 
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
     page = MAP.read_text(encoding="utf-8")
-    MAP.write_text(BLOCK.sub(lambda match: tree(), page), encoding="utf-8")
+    MAP.write_text(BLOCK.sub(lambda match: map_of_folders(), page), encoding="utf-8")

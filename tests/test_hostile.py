@@ -29,12 +29,12 @@ from hypothesis import strategies as st
 from mlflow.entities.model_registry import ModelVersion, RegisteredModel
 
 from qrl import checkpoint, cli, cluster, recipe, tiny, workspace
+from qrl.checkpoint import header
 from qrl.cli import ending
 from qrl.compare import logs, read, validate
 from qrl.engine import hf
 from qrl.errors import PANIC, BadInput, QrlError
 from qrl.files import tables
-from qrl.formats import header
 from qrl.formats.fakequant import file as formats
 from qrl.recipe import documents, prompts
 from qrl.registry import adopt, history, signing
@@ -442,7 +442,7 @@ def prepare(name: str) -> None:
     if name == "tokenizer":
         hf.tokenizer(tiny.PATH)
     if name == "format":
-        formats.rounding.library()
+        formats.presets.library()
 
 
 def check_reader(name: str, folder: Path, content: bytes) -> None:

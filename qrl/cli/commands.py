@@ -12,7 +12,7 @@ from click import option
 import qrl
 from qrl import names
 from qrl.cli import doctor, jobs, models, standalone
-from qrl.cli.options import SWITCH, RecipeCommand, Typed, listed, named
+from qrl.cli.options import SWITCH, RecipeCommand, Typed, parse_list, parse_pairs
 from qrl.errors import BadInput
 
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
@@ -29,7 +29,7 @@ LOGS = "Logs of lm-evaluation-harness (samples_*.jsonl) or inspect_ai (.eval, .j
 SCHEMES = ", ".join(names.QUANTIZED_SCHEMES)
 YES = option("--yes", **SWITCH, help="Start even if the check of machine, memory or the base's trial fails.")
 FAILING = ("lost", "reduced", "inconclusive")  # verdicts of --fail-on
-ABOUT = {  # option of `compare` → the inputs that it is about
+APPLIES_TO = {  # option of `compare` → the inputs that it is about
     "columns": ("--questions",),
     "where": ("--questions",),
     "metric": ("--logs",),
@@ -84,17 +84,25 @@ def study_command(typed: Typed, settings, yes: bool | None) -> None:
     from qrl import recipe
     from qrl.study import build
 
-    named = typed.overrides["recipe"]
-    build.announce(settings, recipe.default(typed.overrides) if named == recipe.DEFAULT else named)
-    from qrl.study import pipeline
+    name = typed.overrides["recipe"]
+    if name == recipe.DEFAULT:
+        name = recipe.default(typed.overrides)
+    build.announce(settings, name)
+    from qrl.study import pipeline  # takes seconds, during which the announcement can be read
 
     pipeline.study(settings, typed.overrides, yes=bool(yes))
 
 
 @cli.command("sweep", cls=RecipeCommand, sections=ALL, first=STUDY, auto="tiny-ptq", checkout=True)
-@option("--models", metavar="MODEL,…", help="Models, each with every method; adds a table of the losses by size.")
+@option(
+    "--models",
+    "addresses",
+    metavar="MODEL,…",
+    help="Models, each with every method; adds a table of the losses by size.",
+)
 @option(
     "--arms",
+    "arm_names",
     metavar="NAME|FILE.yaml,…",
     help="Recipes or changes of --recipe: the other methods. [default: qrl-tiny's, in qrl/study/README.md]",
 )
@@ -102,7 +110,9 @@ def study_command(typed: Typed, settings, yes: bool | None) -> None:
 @option("--register", **SWITCH, help="Promote the best quantized cell of each model, through its gates.")
 @YES
 @click.pass_obj
-def sweep_command(typed: Typed, settings, models, arms, seeds: str, register, yes: bool | None) -> None:
+def sweep_command(
+    typed: Typed, settings, addresses: str | None, arm_names: str | None, seeds: str, register, yes: bool | None
+) -> None:
     """Train several methods under several seeds, and rank them.
 
     --recipe is GRPO in full precision, quantized afterwards (PTQ). --arms are the other methods, by default QLoRA,
@@ -113,17 +123,23 @@ def sweep_command(typed: Typed, settings, models, arms, seeds: str, register, ye
     qrl sweep --arms qat-int4,tiny-qlora --evaluate.n 1000
     qrl sweep --models FOLDER,FOLDER --recipe my.yaml --arms qat-int4
     """
-    from qrl.study import arms as methods
-    from qrl.study import sweep
+    from qrl.study import arms, sweep
 
     overrides = {key: text for key, text in typed.overrides.items() if key not in ("recipe", "seed")}
-    first = methods.FIRST if typed.overrides["recipe"] == "auto" else typed.overrides["recipe"]
-    others = methods.ARMS if arms is None else tuple(listed("--arms", arms))
-    if models and "model" in overrides:
+    first_recipe = arms.FIRST if typed.overrides["recipe"] == "auto" else typed.overrides["recipe"]
+    other_recipes = arms.ARMS if arm_names is None else tuple(parse_list("--arms", arm_names))
+    if addresses and "model" in overrides:
         raise BadInput("sweep got both --model and --models: give --models alone.")
-    by_name = methods.parse_models(listed("--models", models)) if models is not None else {}
-    numbers = methods.parse_seeds(seeds, typed.overrides.get("seed"))
-    sweep.study(first, others, numbers, overrides, models=by_name, register=bool(register), yes=bool(yes))
+    models = {} if addresses is None else arms.parse_models(parse_list("--models", addresses))
+    sweep.study(
+        first_recipe,
+        other_recipes,
+        arms.parse_seeds(seeds, typed.overrides.get("seed")),
+        overrides,
+        models=models,
+        register=bool(register),
+        yes=bool(yes),
+    )
 
 
 @cli.command("train", cls=RecipeCommand, sections=TRAIN_READS, first=TRAIN, checkout=True)
@@ -141,8 +157,9 @@ def train_command(typed: Typed, settings) -> None:
     from qrl.steps import train
     from qrl.study import build
 
-    choice = build.trained_by(settings)
-    typed.run("train", choice, partial(train.check_rollouts, settings), partial(train.train, settings))
+    check = partial(train.check_rollouts, settings)
+    work = partial(train.train, settings)
+    typed.run("train", build.trained_by(settings), check, work)
 
 
 @cli.command("merge", cls=RecipeCommand, sections=("merge",), first=(*DATA, "merge.into"), checkout=True)
@@ -166,16 +183,17 @@ def quantize_command(typed: Typed, settings, scheme: str, models: str | None) ->
     qrl quantize --scheme gptq,w8a16 --quantize.group_size 64
     qrl schemes                                what each scheme stores and needs
     """
-    from qrl.quantize import settings as choices
+    from qrl.quantize import settings as scheme_settings
     from qrl.steps import quantize
     from qrl.study import build, report
 
     schemes = build.together(scheme)
-    for each in schemes:
-        choices.of(each, settings.quantize, settings.seed)  # refuses bad input before the warnings
-    report.warn(choices.unheeded(settings.quantize, schemes, {*typed.overrides, "quantize.schemes"}))
-    check, here = partial(quantize.sources, settings, models), partial(quantize.quantize, settings, schemes, models)
-    typed.run("quantize", schemes[0], check, here)
+    for scheme_name in schemes:
+        scheme_settings.of(scheme_name, settings.quantize, settings.seed)  # refuses bad input before the warnings
+    report.warn(scheme_settings.unheeded(settings.quantize, schemes, {*typed.overrides, "quantize.schemes"}))
+    check = partial(quantize.sources, settings, models)
+    work = partial(quantize.quantize, settings, schemes, models)
+    typed.run("quantize", schemes[0], check, work)
 
 
 @cli.command("evaluate", cls=RecipeCommand, sections=("evaluate",), first=EVALUATE, checkout=True)
@@ -190,13 +208,14 @@ def evaluate_command(typed: Typed, settings, cells: str | None) -> None:
     qrl evaluate --cells base:full=FOLDER,base:nf4=FOLDER
     qrl evaluate --model FOLDER --task gsm8k --evaluate.n 500
     """
-    from qrl import evaluate as evaluation
+    from qrl.evaluate import unheeded
     from qrl.steps import evaluate
     from qrl.study import report
 
-    report.warn(evaluation.unheeded(settings.evaluate))
-    check, here = partial(evaluate.check, settings, cells), partial(evaluate.evaluate, settings, cells)
-    typed.run("evaluate", settings.evaluate.engine, check, here)
+    report.warn(unheeded(settings.evaluate))
+    check = partial(evaluate.check, settings, cells)
+    work = partial(evaluate.evaluate, settings, cells)
+    typed.run("evaluate", settings.evaluate.engine, check, work)
 
 
 @cli.command("diagnose", cls=RecipeCommand, sections=("diagnose",), first=DIAGNOSE, checkout=True)
@@ -255,31 +274,44 @@ def compare_command(
 
     if methods:
         raise BadInput(f"The option `compare --methods` {RENAMED}")
-    options = [f"--{name}" for name in ("questions", "logs", "counts", "cells") if inputs[name]]
-    if len(options) != 1:
-        chosen = " and ".join(options) or "none"
-        raise BadInput(f"compare needs one of --questions, --logs, --counts or --cells, not {chosen}.")
-    for name, about in ABOUT.items():
-        if inputs[name] is not None and options[0] not in about:
-            raise BadInput(f"--{name} is about files of {' or '.join(about)}, not {options[0]}: omit it.")
-    if rank and options == ["--counts"]:
+    source = _source_of_outcomes(inputs)
+    if rank and source == "--counts":
         raise BadInput("compare --rank pairs answers question by question: give --questions or --cells, not --counts.")
-    if not out and options != ["--cells"]:
-        raise BadInput(f"compare {options[0]} needs --out DIR: the folder for the table and the figures.")
-    failing = listed("--fail-on", fail_on) if fail_on is not None else []
-    if unknown := sorted({*failing}.difference(FAILING)):
-        raise BadInput(f"--fail-on has '{unknown[0]}': expected {' or '.join(FAILING)}, several by comma.")
+    if not out and source != "--cells":
+        raise BadInput(f"compare {source} needs --out DIR: the folder for the table and the figures.")
+    failing = [] if fail_on is None else parse_list("--fail-on", fail_on)
+    unknown_verdicts = sorted({*failing}.difference(FAILING))
+    if unknown_verdicts:
+        raise BadInput(f"--fail-on has '{unknown_verdicts[0]}': expected {' or '.join(FAILING)}, several by comma.")
     if rank and failing:
         raise BadInput("compare --rank gives no verdicts for --fail-on to read: omit one of them.")
-    given = inputs | {name: named(f"--{name}", inputs[name]) for name in ("columns", "where")}
-    given["cells"] = run_ids = listed("--cells", inputs["cells"]) if inputs["cells"] else []
+
+    run_ids = parse_list("--cells", inputs["cells"]) if inputs["cells"] else []
     if out:
-        compare.files(settings, **given, rank=bool(rank), out=out, failing=failing)
+        parsed = {
+            "cells": run_ids,
+            "columns": parse_pairs("--columns", inputs["columns"]),
+            "where": parse_pairs("--where", inputs["where"]),
+        }
+        compare.files(settings, **(inputs | parsed), rank=bool(rank), out=out, failing=failing)
     elif rank:
         compare.methods(settings, run_ids)
     else:
         environments.check_checkout("compare")
         compare.compare(settings, run_ids, failing)
+
+
+def _source_of_outcomes(inputs: dict[str, str | None]) -> str:
+    """Return the one option of `compare` that says what to compare; raise BadInput unless the others fit it."""
+    sources = [f"--{name}" for name in ("questions", "logs", "counts", "cells") if inputs[name]]
+    if len(sources) != 1:
+        given = " and ".join(sources) or "none"
+        raise BadInput(f"compare needs one of --questions, --logs, --counts or --cells, not {given}.")
+    (source,) = sources
+    for name, fitting in APPLIES_TO.items():
+        if inputs[name] is not None and source not in fitting:
+            raise BadInput(f"--{name} is about files of {' or '.join(fitting)}, not {source}: omit it.")
+    return source
 
 
 for command in (*models.COMMANDS, *doctor.COMMANDS, *jobs.COMMANDS, *standalone.COMMANDS):

@@ -25,13 +25,15 @@ def doctor_command(registered_name: str | None) -> None:
 
     if registered_name is not None:
         registering.check_name(registered_name)
-    lacking = 0
+    lacks = 0
     for finding in doctor.examine(registered_name):
-        lacking += finding.level == doctor.LACKS
+        if finding.level == doctor.LACKS:
+            lacks += 1
         level = click.style(f"{finding.level:6}", fg=_COLOURS[finding.level])
         click.echo(f"{level}  {finding.about:8}  {finding.sentence}")
-    if lacking:
-        raise QrlError(f"The store lacks {lacking} thing{'s' if lacking > 1 else ''}: see the lines above.")
+    if lacks:
+        things = "thing" if lacks == 1 else "things"
+        raise QrlError(f"The store lacks {lacks} {things}: see the lines above.")
 
 
 COMMANDS = (doctor_command,)

@@ -5,10 +5,12 @@ from pathlib import Path
 import click
 from click import argument, option
 
+from qrl.cli.options import split_options
 from qrl.errors import BadInput
 from qrl.process import ROOT
 
-_OWN = ("--cluster", "--env-manager", "--dry-run")  # of `submit`; after the command they would be passed on to it
+# Options of `submit`; after the command they would be passed on to it.
+_SUBMIT_OPTIONS = ("--cluster", "--env-manager", "--dry-run")
 _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
@@ -20,7 +22,7 @@ _PASSED_ON = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 @argument("entry", metavar="COMMAND")
 @argument("words", nargs=-1, metavar="[OPTIONS OF COMMAND]…", type=click.UNPROCESSED)
 def submit_command(cluster: str, env_manager: str, dry_run: bool, project: str, entry: str, words) -> None:
-    """Submit a command to Slurm or SkyPilot.
+    """Submit a command to Slurm.
 
     It becomes a job, as with `mlflow run . --backend qrl`.
 
@@ -32,18 +34,26 @@ def submit_command(cluster: str, env_manager: str, dry_run: bool, project: str, 
     from qrl.cluster import backend, load
 
     parameters = _parameters(words)
-    ours, name = click.get_current_context().parent, "study" if entry == "main" else entry
-    if Path(project).resolve().is_relative_to(ROOT) and (command := ours.command.get_command(ours, name)):
-        command.make_context(name, list(words), parent=ours)  # else the job would refuse an option once it has queued
-    started = backend.start(load(Path(cluster)), Path(project), entry, parameters, env_manager, dry=dry_run)
-    if started:
+    if Path(project).resolve().is_relative_to(ROOT):
+        _check_options(entry, words)
+    submitted = backend.start(load(Path(cluster)), Path(project), entry, parameters, env_manager, dry=dry_run)
+    if submitted:
         click.echo("It goes on without this terminal; `python -m qrl jobs` says how it stands.", err=True)
+
+
+def _check_options(entry: str, words: tuple[str, ...]) -> None:
+    """Raise click's error for an option that the job would refuse once it has waited in the queue."""
+    group_context = click.get_current_context().parent
+    name = "study" if entry == "main" else entry
+    command = group_context.command.get_command(group_context, name)
+    if command:
+        command.make_context(name, list(words), parent=group_context)
 
 
 @click.command("jobs")
 @option("--cancel", metavar="RUN", help="Cancel the job of a run; of a study, also its steps' jobs.")
-@option("--all", "every", is_flag=True, help="Show jobs that ended, too.")
-def jobs_command(cancel: str | None, every: bool) -> None:
+@option("--all", "include_ended", is_flag=True, help="Show jobs that ended, too.")
+def jobs_command(cancel: str | None, include_ended: bool) -> None:
     """List the store's jobs, and end the runs of dead ones.
 
     A dead job is one that ended without a report.
@@ -53,7 +63,7 @@ def jobs_command(cancel: str | None, every: bool) -> None:
 
     store.check_there()
     store.prepare()
-    for line in jobs.listed(cancel, every=every):
+    for line in jobs.listed(cancel, include_ended=include_ended):
         click.echo(line)
 
 
@@ -74,16 +84,17 @@ def job_command(run_id: str, project: str, entry: str, gpus: int, parameters: tu
 def _parameters(words: tuple[str, ...]) -> dict[str, str]:
     """Return options of a command as the parameters of its entry point: `--a 1 --b=2 --c` gives a, b and c=true."""
     parameters: dict[str, str] = {}
-    rest = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    while rest:
-        name = rest.pop(0)
+    parts = split_options(words)
+    while parts:
+        name = parts.pop(0)
         if not name.startswith("--"):
             raise BadInput(f"'{name}' is no option of a command: write --KEY VALUE.")
-        if name in _OWN:
+        if name in _SUBMIT_OPTIONS:
             raise BadInput(
                 f"{name} is an option of `submit`: write it before the command, as in qrl submit {name} … main."
             )
-        parameters[name[2:]] = "true" if not rest or rest[0].startswith("--") else rest.pop(0)
+        has_value = parts and not parts[0].startswith("--")
+        parameters[name.removeprefix("--")] = parts.pop(0) if has_value else "true"
     return parameters
 
 

@@ -6,16 +6,11 @@ from functools import partial
 import click
 from click import option
 
-from qrl.cli.options import SWITCH, Finite, RecipeCommand, Typed, listed
+from qrl.cli.options import SWITCH, Finite, RecipeCommand, Typed, parse_list
 from qrl.errors import BadInput
 
-GATES = (
-    "model",
-    "registered_name",
-    "promote.stages",
-    "promote.min_gain",
-    "promote.max_loss",
-)  # fields that `--help` shows first
+# Fields that `--help` shows first.
+GATES = ("model", "registered_name", "promote.stages", "promote.min_gain", "promote.max_loss")
 SPEED = ("model", "device", "evaluate.engine", "benchmark.batches", "benchmark.rounds", "benchmark.new_tokens")
 ENGINE = ("evaluate.dtype", "evaluate.kv_cache_gib", "promote.require_signature")  # of other sections, to load a model
 POSITIVE = Finite(0, min_open=True)
@@ -42,7 +37,7 @@ def promote_command(typed: Typed, settings, stage: str, cell: str | None, rollba
     elif cell is None:
         raise BadInput("promote needs --cell RUN: the id of the candidate's evaluation run (a cell of `evaluate`).")
     else:
-        promote.promote(settings, listed("--stage", stage), listed("--cell", cell), typed.overrides)
+        promote.promote(settings, parse_list("--stage", stage), parse_list("--cell", cell), typed.overrides)
 
 
 @click.command(
@@ -71,7 +66,7 @@ def serve_command(typed: Typed, settings, **options) -> None:
         )
 
     def check() -> None:
-        serve.check_options("vllm", *(options[name] for name in ("stage", "memory", "follow_s", "drain_s")))
+        serve.check_options("vllm", options["stage"], options["memory"], options["follow_s"], options["drain_s"])
         serve.check(settings, options["stage"], host=options["host"], port=options["port"])
 
     typed.run("serve", options["engine"], check, partial(serve.serve, settings, **options))
@@ -105,12 +100,10 @@ def benchmark_command(
         raise BadInput("benchmark --capacity starts servers of its own: remove --url, or leave out --capacity.")
     from qrl.steps import benchmark
 
-    engine, check = (
-        "vllm" if url or rates else settings.evaluate.engine,
-        partial(benchmark.subjects, settings, stages, models),
-    )
-    here = partial(benchmark.benchmark, settings, stages=stages, models=models, url=url, rates=bool(rates))
-    typed.run("benchmark", engine, check, here)
+    engine = "vllm" if url or rates else settings.evaluate.engine  # servers are vLLM's
+    check = partial(benchmark.subjects, settings, stages, models)
+    work = partial(benchmark.benchmark, settings, stages=stages, models=models, url=url, rates=bool(rates))
+    typed.run("benchmark", engine, check, work)
 
 
 @click.command("history", cls=RecipeCommand, first=("model", "registered_name"))

@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +16,10 @@ from qrl.errors import BadInput
 # A flag that can have a value too, since `mlflow run` passes -P rank=true on as `--rank true`.
 SWITCH = {"is_flag": False, "flag_value": True, "type": bool, "metavar": "[BOOL]"}
 
-_OURS = re.compile(r"models:/|runs:/|\b[0-9a-f]{32}\b")  # addresses in the store
-_RECIPE, _ALL = "qrl.recipe", "qrl.all"  # what `--help` shows: whose values, and whether every field
-_PLACES = {"model", "registered_name", "device"}  # settings in which cells to compare may differ
+_STORE_ADDRESS = re.compile(r"models:/|runs:/|\b[0-9a-f]{32}\b")  # of a model, an artifact or a run
+# Keys of click's context for `--help`: the recipe that would run, and whether all fields are shown.
+_RECIPE, _ALL = "qrl.recipe", "qrl.all"
+_MAY_DIFFER = {"model", "registered_name", "device"}  # settings in which cells to compare may differ
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,16 @@ class Typed:
     options: dict[str, str]  # the command's own options
     device: str  # of the resolved recipe
 
-    def run(self, step: str, choice: str, check: Callable[[], object], here: Callable[[], object]) -> None:
-        """Do the work `here`, or `check` and hand it to the environment that the scheme or engine, `choice`, needs."""
+    def run(self, step: str, choice: str, check: Callable[[], object], work: Callable[[], object]) -> None:
+        """Do the work here, or check it and hand it to the environment that the scheme or engine, `choice`, needs."""
         from qrl.study import build, environments
 
-        if folder := build.environment_for(step, choice, self.device):
+        folder = build.environment_for(step, choice, self.device)
+        if folder is None:
+            work()
+        else:
             check()
             environments.hand_over(folder, step, self.overrides | self.options)
-        else:
-            here()
 
 
 class Finite(click.FloatRange):
@@ -65,23 +67,35 @@ class RecipeCommand(click.Command):
         checkout: bool = False,
         **kwargs,
     ):
+        """Make a command of click's.
+
+        Args:
+            args, kwargs: click's own.
+            sections: of the recipe, or single fields, that the command reads.
+            first: the fields that `--help` shows.
+            auto: the recipe if none is named.
+            checkout: whether the command needs a checkout of the project, and not only the package.
+        """
         super().__init__(*args, **kwargs)
-        self.sections, self.checkout = sections, checkout  # sections, or single fields, that it reads
-        self.first = first  # the fields that `--help` shows
-        self.auto = auto  # the recipe where none is named
+        self.sections = sections
+        self.first = first
+        self.auto = auto
+        self.checkout = checkout
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the words of a command; note for `--help` which recipe they would run."""
         from qrl import recipe  # takes longer than the rest of `--help`
 
-        words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") else [word])]
-        typed = {option.removeprefix("--"): value for option, value in itertools.pairwise(words)}
+        words = itertools.pairwise(split_options(args))
+        typed = {option.removeprefix("--"): value for option, value in words}
         name = typed.get("recipe", recipe.DEFAULT)
-        if name == recipe.DEFAULT and self.auto == "tiny" and {"-h", "--help", "--help-all"} & set(args):
+        wants_help = not {"-h", "--help", "--help-all"}.isdisjoint(args)
+        if name == recipe.DEFAULT and self.auto == "tiny" and wants_help:
             from qrl.study import auto
 
             name = auto.recipe_for(name, typed)
-            name = recipe.default(typed) if name == recipe.DEFAULT else name
+            if name == recipe.DEFAULT:
+                name = recipe.default(typed)
         ctx.meta[_RECIPE] = self.auto if name == recipe.DEFAULT else name
         return super().parse_args(ctx, args)
 
@@ -89,35 +103,50 @@ class RecipeCommand(click.Command):
         """Return the command's own options, `--recipe`, and every field with its value in the recipe that would run."""
         from qrl import recipe
 
-        name, all_shown = ctx.meta.get(_RECIPE, self.auto), ctx.meta.get(_ALL, False)
+        name = ctx.meta.get(_RECIPE, self.auto)
         try:
             values = recipe.load(name).flat()
         except BadInput:  # which is reported when the command is invoked
-            name, values = self.auto, recipe.load(self.auto).flat()
-        which = "Recipe to start from: a name from `qrl recipes`, or a YAML file. auto: by model, task and device."
-        options = [click.Option(["--recipe", "recipe_name"], default="auto", metavar="NAME|FILE.yaml", help=which)]
+            name = self.auto
+            values = recipe.load(name).flat()
+        about_recipe = (
+            "Recipe to start from: a name from `qrl recipes`, or a YAML file. auto: by model, task and device."
+        )
+        options = [
+            click.Option(["--recipe", "recipe_name"], default="auto", metavar="NAME|FILE.yaml", help=about_recipe)
+        ]
+        shows_all = ctx.meta.get(_ALL, False)
         for key, (annotation, description) in recipe.fields().items():
             value = "" if values[key] in ("null", "") else f"  [{Path(name).stem}: {values[key]}]"
-            words = {"metavar": recipe.type_name(annotation), "help": description + value}
-            hidden = not self._reads(key) or not (all_shown or key in self.first)
-            options.append(click.Option([f"--{key}", _identifier(key)], **words, hidden=hidden))
-        show_all = {"is_flag": True, "is_eager": True, "expose_value": False, "callback": _show_all}
-        options.append(click.Option(["--help-all"], **show_all, help="Show this with every option, and exit."))
-        last = [param for param in self.params if param.name == "yes"]
-        own = [param for param in self.params if param not in last]
-        return [*own, *options, *last, *super().get_params(ctx)[len(self.params) :]]
+            is_shown = self._reads(key) and (shows_all or key in self.first)
+            options.append(
+                click.Option(
+                    [f"--{key}", _identifier(key)],
+                    metavar=recipe.type_name(annotation),
+                    help=description + value,
+                    hidden=not is_shown,
+                )
+            )
+        options.append(
+            click.Option(
+                ["--help-all"],
+                is_flag=True,
+                is_eager=True,
+                expose_value=False,
+                callback=_show_all,
+                help="Show this with every option, and exit.",
+            )
+        )
+        own_options = [param for param in self.params if param.name != "yes"]
+        yes_option = [param for param in self.params if param.name == "yes"]  # after the fields
+        click_options = super().get_params(ctx)[len(self.params) :]
+        return [*own_options, *options, *yes_option, *click_options]
 
     def invoke(self, ctx: click.Context):
         """Call the command with the resolved recipe as `settings`, and with `Typed` as the context's object."""
         from qrl import recipe
 
-        own = {}
-        for option in self.params:
-            value = ctx.params.get(option.name)
-            if option.envvar and value:  # a secret goes on in its variable, since runs log parameters
-                os.environ[option.envvar] = value
-            elif ctx.get_parameter_source(option.name) is ParameterSource.COMMANDLINE and value not in (None, ""):
-                own[option.opts[0].lstrip("-")] = str(value)
+        typed_options = self._typed_options(ctx)
         fields = {key: ctx.params.pop(_identifier(key)) for key in recipe.fields()}
         overrides = {key: text for key, text in fields.items() if text is not None}
         name = ctx.params.pop("recipe_name")
@@ -125,81 +154,117 @@ class RecipeCommand(click.Command):
             from qrl.study import environments
 
             environments.check_checkout(self.name)
-        inherited = self._inherited(own, overrides) if name == recipe.DEFAULT else {}
+        inherited = self._inherited(typed_options, overrides) if name == recipe.DEFAULT else {}
         if self.auto == "tiny" and not inherited:
             from qrl.study import auto
 
             name = auto.recipe_for(name, overrides)
-        settings = ctx.params["settings"] = recipe.load(name, inherited | overrides)
+        settings = recipe.load(name, inherited | overrides)
+        ctx.params["settings"] = settings
         if "prompt" in overrides:  # a file's contents, which its later steps then share
             overrides["prompt"] = settings.prompt
-        ctx.obj = Typed({"recipe": name, **overrides}, own, settings.device)
+        ctx.obj = Typed({"recipe": name, **overrides}, typed_options, settings.device)
         return super().invoke(ctx)
+
+    def _typed_options(self, ctx: click.Context) -> dict[str, str]:
+        """Return the command's own options as typed; a secret goes into its variable instead."""
+        typed = {}
+        for option in self.params:
+            value = ctx.params.get(option.name)
+            if option.envvar and value:  # runs log parameters, which a secret must not be
+                os.environ[option.envvar] = value
+            elif ctx.get_parameter_source(option.name) is ParameterSource.COMMANDLINE and value not in (None, ""):
+                typed[option.opts[0].lstrip("-")] = str(value)
+        return typed
 
     def _reads(self, key: str) -> bool:
         """Return whether this command reads a field, as far as its sections say."""
-        return "." not in key or not {key, key.split(".", maxsplit=1)[0]}.isdisjoint((*self.sections, "chat"))
+        if "." not in key:
+            return True
+        section = key.split(".", maxsplit=1)[0]
+        return section == "chat" or section in self.sections or key in self.sections
 
-    def _inherited(self, own: dict[str, str], overrides: dict[str, str]) -> dict[str, str]:
+    def _inherited(self, typed_options: dict[str, str], overrides: dict[str, str]) -> dict[str, str]:
         """Return the settings of the run that made the result given in an option, and print which they are."""
-        text = " ".join(own.values())
-        if not _OURS.search(text):
+        text = " ".join(typed_options.values())
+        if not _STORE_ADDRESS.search(text):
             return {}
         from qrl import recipe
         from qrl.study import build
         from qrl.tracking import origin, runs
 
-        if runs.is_launched() or not (origins := origin.find(text)):  # a study names every setting itself
+        if runs.is_launched():  # a study names every setting itself
+            return {}
+        origins = origin.find(text)
+        if not origins:
             return {}
         newest, *others = origins
-        base = recipe.default(newest.values | overrides)
-        usual = {key: value for key, value in recipe.load(base).flat().items() if self._reads(key)}
-        read = {key: value for key, value in newest.values.items() if key in usual and key not in overrides}
-        changed = [f"{key}={value}" for key, value in read.items() if value != usual[key]]
-        differing = {key for other in others for key in read if other.values.get(key, read[key]) != read[key]}
-        which = ", ".join(changed) or f"those of recipe {base}, as far as this step uses them"
-        notes = [f"Settings of run {newest.run_id[:8]} ({newest.step}): {which}"]
-        if differing - _PLACES:
-            notes.append(f"the other runs differ in {', '.join(sorted(differing - _PLACES))}")
-        if edited := newest.edited(newest.values | overrides):
+        base_name = recipe.default(newest.values | overrides)
+        base_values = {key: value for key, value in recipe.load(base_name).flat().items() if self._reads(key)}
+        inherited = {key: value for key, value in newest.values.items() if key in base_values and key not in overrides}
+        changes = [f"{key}={value}" for key, value in inherited.items() if value != base_values[key]]
+        settings = ", ".join(changes) or f"those of recipe {base_name}, as far as this step uses them"
+        notes = [f"Settings of run {newest.run_id[:8]} ({newest.step}): {settings}"]
+
+        differing = set()
+        for other in others:
+            differing |= {key for key, value in inherited.items() if other.values.get(key, value) != value}
+        differing -= _MAY_DIFFER
+        if differing:
+            notes.append(f"the other runs differ in {', '.join(sorted(differing))}")
+        edited = newest.edited(newest.values | overrides)
+        if edited:
             notes.append(f"{', '.join(edited)} is not what that run read, so results are of another task or reward")
-        if build.PLACE not in os.environ:  # printed before the step was handed over
+        if build.PLACE not in os.environ:  # otherwise it was printed before the step was handed over
             click.echo("; ".join(notes), err=True)
         return dict(newest.values)
 
 
-def _show_all(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
-    if wanted:
+def _show_all(ctx: click.Context, _option: click.Parameter, is_given: bool) -> None:
+    if is_given:
         ctx.meta[_ALL] = True
         click.echo(ctx.get_help())
         ctx.exit()
 
 
-def listed(option: str, text: str) -> list[str]:
+def split_options(words: Iterable[str]) -> list[str]:
+    """Return the words of a command with `--key=value` as two."""
+    parts = []
+    for word in words:
+        parts += word.split("=", 1) if word.startswith("--") else [word]
+    return parts
+
+
+def parse_list(option: str, text: str) -> list[str]:
     """Return the items of a comma-separated list; spaces and a trailing comma, as copying leaves them, are ignored.
 
     Raises:
         BadInput: there is no item.
     """
-    items = [part.strip() for part in text.split(",") if part.strip()]
+    items = [item.strip() for item in text.split(",") if item.strip()]
     if not items:
         raise BadInput(f"{option} is '{text}', which names nothing: give one name, or several by comma.")
     return items
 
 
-def named(option: str, text: str | None) -> dict[str, str]:
+def parse_pairs(option: str, text: str | None) -> dict[str, str]:
     """Return `a=x,b=y` as a mapping; empty if the option is not given.
 
     Raises:
         BadInput: an item has no `=`, or a name is repeated.
     """
-    pairs = [[part.strip() for part in item.split("=", 1)] for item in listed(option, text)] if text is not None else []
-    for item in pairs:
-        if len(item) < 2 or not all(item):
-            raise BadInput(f"{option} has the item '{'='.join(item)}': expected NAME=VALUE, several by comma.")
-    if len(names := dict(pairs)) < len(pairs):
+    if text is None:
+        return {}
+    pairs: dict[str, str] = {}
+    items = parse_list(option, text)
+    for item in items:
+        name, _, value = (part.strip() for part in item.partition("="))
+        if not name or not value:
+            raise BadInput(f"{option} has the item '{item}': expected NAME=VALUE, several by comma.")
+        pairs[name] = value
+    if len(pairs) < len(items):
         raise BadInput(f"{option} is '{text}', which repeats a name: give each name once.")
-    return names
+    return pairs
 
 
 def _identifier(key: str) -> str:

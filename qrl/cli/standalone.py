@@ -7,7 +7,7 @@ import click
 from click import option
 
 from qrl import names
-from qrl.cli.options import SWITCH, named
+from qrl.cli.options import SWITCH, parse_pairs
 from qrl.errors import BadInput
 
 SCHEMES = Path(__file__).parents[1] / "quantize" / "README.md"  # its first table
@@ -46,12 +46,16 @@ def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | No
     """
     from qrl.steps import plan
 
-    requested = {
+    question = {
         key: options.pop(key) for key in ("pilot", "scheme", "reference", "n", "effect", "power", "seeds", "out")
     }
-    options["between_survival"] = between_seed_sd
-    options["between_gain"] = between_seed_sd if between_seed_sd_gain is None else between_seed_sd_gain
-    plan.make({key: value for key, value in options.items() if value is not None}, **requested)
+    assumptions = {key: value for key, value in options.items() if value is not None}
+    if between_seed_sd is not None:
+        assumptions["between_survival"] = between_seed_sd
+    sd_of_gain = between_seed_sd if between_seed_sd_gain is None else between_seed_sd_gain
+    if sd_of_gain is not None:
+        assumptions["between_gain"] = sd_of_gain
+    plan.make(assumptions, **question)
 
 
 @click.command("grade")
@@ -64,10 +68,15 @@ def plan_command(between_seed_sd: float | None, between_seed_sd_gain: float | No
     metavar="P",
     help="Largest share of completions on which the grader may fail. [default: 0.01, as in `evaluate`]",
 )
-@option("--file", "option", metavar="FILE", help="The same as the argument, for `mlflow run … -P file=…`.")
+@option("--file", "file_option", metavar="FILE", help="The same as the argument, for `mlflow run … -P file=…`.")
 @click.argument("file", metavar="FILE", required=False)
 def grade_command(
-    task: str, out: str, columns: str | None, max_grader_fault_rate: float | None, option: str | None, file: str | None
+    task: str,
+    out: str,
+    columns: str | None,
+    max_grader_fault_rate: float | None,
+    file_option: str | None,
+    file: str | None,
 ) -> None:
     """Grade your own completions, for `compare` to judge.
 
@@ -82,10 +91,10 @@ def grade_command(
     """
     from qrl.tasks import files
 
-    if (file is None) == (option is None):
+    if (file is None) == (file_option is None):
         raise BadInput("grade reads one file of completions: give it as FILE.jsonl or as --file FILE.jsonl.")
-    names_of_columns = named("--columns", columns)
-    click.echo(files.grade_file(task, file or option, out, names_of_columns, max_grader_fault_rate))
+    column_names = parse_pairs("--columns", columns)
+    click.echo(files.grade_file(task, file or file_option, out, column_names, max_grader_fault_rate))
 
 
 @click.command("recipes")
@@ -100,13 +109,14 @@ def recipes_command(name: str | None) -> None:
     from qrl import recipe
 
     if name is not None:
-        about = "\n".join(f"# {line}" for line in recipe.about(name).splitlines())
-        click.echo(f"{about}\n{recipe.load(name).dump()}", nl=False)
+        comment = "\n".join(f"# {line}" for line in recipe.about(name).splitlines())
+        click.echo(f"{comment}\n{recipe.load(name).dump()}", nl=False)
         return
-    for each in recipe.names():
-        about = " ".join(recipe.about(each).split())
-        untried = " Not run on real weights yet." if "not run" in about.lower() else ""
-        click.echo(f"{each:24} {about.partition('. ')[0].rstrip('.')}.{untried}")
+    for recipe_name in recipe.names():
+        description = " ".join(recipe.about(recipe_name).split())
+        first_sentence = description.partition(". ")[0].rstrip(".")
+        untried = " Not run on real weights yet." if "not run" in description.lower() else ""
+        click.echo(f"{recipe_name:24} {first_sentence}.{untried}")
 
 
 @click.command("schemes")
@@ -115,18 +125,27 @@ def schemes_command() -> None:
 
     The figures were measured on the shipped model.
     """
-    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", SCHEMES.read_text(encoding="utf-8")).replace("`", "")
-    table = text[text.index("| scheme |") :].partition("\n\n")[0]
-    heads, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+    heads, rows = _table_of_schemes()
+    bits_head, cost_head = heads[-2:]
     for scheme, weights, activations, library, calibrated, fields, bits, cost in rows:
         texts = {"no": "", "yes": ", calibration texts"}.get(calibrated, f", calibration texts for {calibrated}")
+        settings = f"; uses quantize.{fields}" if fields else ""
         click.echo(f"{scheme:10} {weights}; activations {activations}")
-        click.echo(f"{'':10} needs {library}{texts}" + (f"; uses quantize.{fields}" if fields else ""))
+        click.echo(f"{'':10} needs {library}{texts}{settings}")
         if bits:
-            measured = f", {heads[-1]} {cost}, n = 1,000" if cost else ""
-            click.echo(f"{'':10} measured on qrl-tiny: {bits} {heads[-2]}{measured}")
-    what = "a cell of its own for a scheme that vLLM runs with key-value cache in FP8, such as awq+kv-fp8"
-    click.echo(f"{names.KV_FP8:10} {what}; uses evaluate.kv_fp8")
+            measured = f", {cost_head} {cost}, n = 1,000" if cost else ""
+            click.echo(f"{'':10} measured on qrl-tiny: {bits} {bits_head}{measured}")
+    kv_fp8 = "a cell of its own for a scheme that vLLM runs with key-value cache in FP8, such as awq+kv-fp8"
+    click.echo(f"{names.KV_FP8:10} {kv_fp8}; uses evaluate.kv_fp8")
+
+
+def _table_of_schemes() -> tuple[list[str], list[list[str]]]:
+    """Return the heads and the rows of the table in the README of the schemes, without links and code marks."""
+    text = SCHEMES.read_text(encoding="utf-8")
+    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text).replace("`", "")
+    table = text[text.index("| scheme |") :].partition("\n\n")[0]
+    heads, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    return heads, rows
 
 
 COMMANDS = (plan_command, grade_command, recipes_command, schemes_command)

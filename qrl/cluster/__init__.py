@@ -1,3 +1,3 @@
-"""Steps as jobs of a cluster: an MLflow project backend with drivers for Slurm and SkyPilot."""
+"""Steps as jobs of a Slurm cluster: an MLflow project backend that submits an entry point."""
 
 from qrl.cluster.config import chosen, load

@@ -1,4 +1,8 @@
-"""cluster.yaml: which cluster runs the jobs, and what each step asks of it."""
+"""cluster.yaml: which cluster runs the jobs, and the resources that each step requests.
+
+A step's resources are the file's `defaults` with the step's own section over them. Everything is checked before
+anything is submitted, since a job that asks for the wrong thing may wait for hours before it fails.
+"""
 
 import os
 import re
@@ -12,7 +16,7 @@ from qrl.errors import BadInput
 from qrl.recipe import documents
 from qrl.recipe.base import Count, Section, option
 
-FILE = "cluster.yaml"  # of the working folder, where none is named
+FILE = "cluster.yaml"  # in the working folder, if no other is named
 CHOSEN = "QRL_CLUSTER"  # set in a study's own job: the file by which it submits its steps
 STUDY = ("main", "sweep")  # entry points that submit others
 ON_DEVICE = ("train", "merge", "quantize", "evaluate")  # steps whose cache keys name the device
@@ -20,13 +24,11 @@ OPTIONS = (  # of sbatch, allowed beside our own keys: none runs a command, writ
     *("begin", "comment", "constraint", "deadline", "exclude", "exclusive", "gres-flags", "hint", "licenses"),
     *("mail-type", "mail-user", "nice", "nodelist", "reservation", "signal", "switches", "tmp", "wckey"),
 )
-OF_DRIVER = {  # resources that only one driver knows
-    "slurm": ("partition", "account", "qos", "time", "options"),
-    "skypilot": ("infra",),
-}
 
 
-def _checked(pattern: str, expected: str) -> AfterValidator:
+def _matching(pattern: str, expected: str) -> AfterValidator:
+    """Return a validator of texts; `expected` says in words what the pattern allows."""
+
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value):
             raise ValueError(f"expected {expected}")
@@ -35,42 +37,54 @@ def _checked(pattern: str, expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-_Text = BeforeValidator(lambda value: str(value) if isinstance(value, int) and not isinstance(value, bool) else value)
-Name = Annotated[str, _checked(r"[\w.,:/@+-]+", "a name without spaces, such as gpu or a100,h100")]
-Time = Annotated[str, _Text, _checked(r"(\d+-)?\d+(:\d+){0,2}", "minutes, H:MM:SS or D-HH:MM:SS")]
-Memory = Annotated[str, _Text, _checked(r"[1-9]\d*[KMGT]?", "a size for a node, such as 32G")]
+def _number_as_text(value: Any) -> Any:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return str(value) if is_number else value
 
 
-def _options(given: Any) -> Any:
-    for name, value in given.items() if isinstance(given, dict) else ():
+def _check_options(options: dict[str, Any]) -> dict[str, str]:
+    """Return options of sbatch as texts, empty for a flag."""
+    texts = {}
+    for name, value in options.items():
         if name not in OPTIONS:
             raise ValueError(f"'{name}' is not allowed; expected one of {', '.join(OPTIONS)}")
+        # A line break would begin a line of its own in the script.
         if not re.fullmatch(r"[^\x00-\x1f\x7f]*", str(value)):
             raise ValueError(f"'{name}' has a line break or another control character: write it without")
-    return {name: "" if value is True else str(value) for name, value in given.items()}
+        texts[name] = "" if value is True else str(value)
+    return texts
+
+
+Name = Annotated[str, _matching(r"[\w.,:/@+-]+", "a name without spaces, such as gpu or a100,h100")]
+# YAML reads 30 and 1:00:00 without quotes as numbers.
+Time = Annotated[
+    str, BeforeValidator(_number_as_text), _matching(r"(\d+-)?\d+(:\d+){0,2}", "minutes, H:MM:SS or D-HH:MM:SS")
+]
+Memory = Annotated[
+    str, BeforeValidator(_number_as_text), _matching(r"[1-9]\d*[KMGT]?", "a size for a node, such as 32G")
+]
 
 
 class Resources(Section):
-    """What one job asks of the cluster; per node where there are several."""
+    """What one job requests from the cluster; per node if there are several."""
 
     partition: Name | None = option(None, "Partition of Slurm.")
     account: Name | None = option(None, "Account that pays.")
     qos: Name | None = option(None, "Quality of service.")
-    infra: str | None = option(None, "SkyPilot's cloud, region or context, such as k8s or aws/us-east-1.")
     nodes: Count = option(1, "Nodes; several train together through srun and torchrun.")
     gpus: int = option(0, "GPUs.", ge=0, le=64)
     gpu: Name | None = option(None, "Type of GPU, such as h100.")
     cpus: Count | None = option(None, "CPU cores.")
     memory: Memory | None = option(None, "Memory, such as 32G.")
     time: Time | None = option(None, "Time limit, such as 8:00:00.")
-    options: Annotated[dict[str, Any], AfterValidator(_options)] = option({}, "Further options of sbatch.")
+    options: Annotated[dict[str, Any], AfterValidator(_check_options)] = option({}, "Further options of sbatch.")
     setup: tuple[str, ...] = option((), "Lines of shell before the step, after those of the cluster.")
 
 
 class Cluster(Section):
     """The whole of cluster.yaml."""
 
-    driver: Literal["slurm", "skypilot"]
+    driver: Literal["slurm"]
     shared: Path | None = option(None, "Folder that every node sees, with the checkout and the store below it.")
     one_job: bool = option(False, "Run a study's steps in the study's own job.")
     poll: float = option(10, "Seconds between two questions to the cluster.", gt=0, le=3600)
@@ -80,21 +94,14 @@ class Cluster(Section):
     steps: dict[str, dict[str, Any]] = Field(default_factory=dict)  # entry point → what differs from the defaults
 
     def resources(self, step: str) -> Resources:
-        """Return what a step asks for; raise BadInput for an unknown key or a value that does not fit."""
-        own = self.steps.get(step, {})
-        where, given = (f"steps.{step}", own) if own else ("defaults", self.defaults)
+        """Return what a step requests; raise BadInput if a key is unknown or a value does not fit."""
+        step_settings = self.steps.get(step, {})
         try:
-            merged = Resources.model_validate(self.defaults | own)
+            return Resources.model_validate(self.defaults | step_settings)
         except ValidationError as error:
-            if str(_first(error)["loc"][0]) not in own:
-                where, given = "defaults", self.defaults
-            raise BadInput(_sentence(error, where, Resources)) from None
-        for driver, names in OF_DRIVER.items():
-            if wrong := [name for name in names if name in given and driver != self.driver]:
-                raise BadInput(
-                    f"{FILE}: '{where}.{wrong[0]}' means nothing to {self.driver}, only to {driver}: omit it."
-                )
-        return merged
+            wrong_key = str(_first_error(error)["loc"][0])
+            section = f"steps.{step}" if wrong_key in step_settings else "defaults"
+            raise BadInput(_sentence(error, section, Resources)) from None
 
     def check(self, entry_points: Iterable[str], entry: str) -> None:
         """Check every section, before anything is submitted.
@@ -106,37 +113,43 @@ class Cluster(Section):
         Raises:
             BadInput: the sentence names the key.
         """
-        known = sorted(entry_points)
-        if unknown := sorted(set(self.steps).difference(known)):
-            raise BadInput(f"{FILE}: 'steps' has '{unknown[0]}', but the project's steps are {', '.join(known)}.")
-        every = {step: self.resources(step) for step in (*known, entry)}
-        if self.driver == "slurm" and self.shared is None:
+        project_steps = sorted(entry_points)
+        unknown_steps = sorted(set(self.steps).difference(project_steps))
+        if unknown_steps:
+            raise BadInput(
+                f"{FILE}: 'steps' has '{unknown_steps[0]}', but the project's steps are {', '.join(project_steps)}."
+            )
+        resources = {step: self.resources(step) for step in (*project_steps, entry)}
+        if self.shared is None:
             raise BadInput(f"{FILE}: 'shared' is missing: name the folder that every node of the cluster sees.")
-        if self.driver == "skypilot" and self.shared is not None:
+
+        for step, requested in resources.items():
+            if requested.nodes > 1 and step != "train":
+                section = f"steps.{step}" if step in self.steps else "defaults"
+                raise BadInput(
+                    f"{FILE}: '{section}.nodes' is above 1, but only train runs on several: set steps.train.nodes."
+                )
+
+        # Cache keys name the device, so a study that changes it half-way would not find its own results.
+        steps_on_device = [step for step in ON_DEVICE if step in resources]
+        with_gpu = [step for step in steps_on_device if resources[step].gpus]
+        without_gpu = [step for step in steps_on_device if not resources[step].gpus]
+        if self.submits(entry) and with_gpu and without_gpu:
             raise BadInput(
-                f"{FILE}: 'shared' means nothing to skypilot, which copies the checkout to its nodes: omit it."
-            )
-        if several := [step for step, wanted in every.items() if wanted.nodes > 1 and step != "train"]:
-            which = "defaults" if several[0] not in self.steps else f"steps.{several[0]}"
-            raise BadInput(
-                f"{FILE}: '{which}.nodes' is above 1, but only train runs on several: set steps.train.nodes."
-            )
-        with_gpu = [step for step in ON_DEVICE if step in every and every[step].gpus]
-        without = [step for step in ON_DEVICE if step in every and not every[step].gpus]
-        if self.submits(entry) and with_gpu and without:
-            raise BadInput(
-                f"{FILE}: steps.{without[0]} asks for no GPU, but steps.{with_gpu[0]} does: a study runs "
+                f"{FILE}: steps.{without_gpu[0]} asks for no GPU, but steps.{with_gpu[0]} does: a study runs "
                 f"{', '.join(ON_DEVICE)} on one kind of device, so give all of them `gpus`, or none."
             )
 
     def submits(self, entry: str) -> bool:
         """Return whether an entry point's steps become jobs of their own."""
-        return entry in STUDY and not self.one_job and self.driver == "slurm"
+        return entry in STUDY and not self.one_job
 
     def processes(self) -> int:
         """Return how many processes train together, which the cache key of a training names."""
-        wanted = self.resources("train")
-        return wanted.nodes * max(wanted.gpus, 1) if wanted.nodes > 1 else 1
+        training = self.resources("train")
+        if training.nodes == 1:
+            return 1
+        return training.nodes * max(training.gpus, 1)
 
     def device(self) -> str:
         """Return the device that a study's steps will find on their nodes."""
@@ -153,7 +166,7 @@ def load(source: Path | dict[str, Any]) -> Cluster:
         example = "an example is in qrl/cluster/README.md"
         raise BadInput(f"There is no {source}: write one, or name it with --cluster; {example}.")
     document = documents.parse(source, str(source)) if isinstance(source, Path) else source
-    for name in ("defaults", "steps"):  # `steps:` with nothing below it
+    for name in ("defaults", "steps"):  # `steps:` with nothing below it is read as null
         document = document | {name: document.get(name) or {}}
     try:
         return Cluster.model_validate(document)
@@ -163,21 +176,23 @@ def load(source: Path | dict[str, Any]) -> Cluster:
 
 def chosen() -> Cluster | None:
     """Return the cluster to which this process submits a study's steps; None: they run here."""
-    return load(Path(os.environ[CHOSEN])) if os.environ.get(CHOSEN) else None
+    file = os.environ.get(CHOSEN)
+    return load(Path(file)) if file else None
 
 
-def _first(error: ValidationError) -> Any:
-    """Return the error to tell: an unknown key before all, which may be a missing one that was misspelt."""
-    return min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+def _first_error(error: ValidationError) -> Any:
+    """Return the error to report: an unknown key before all others, since a missing key may have been misspelt."""
+    return min(error.errors(), key=lambda details: details["type"] != "extra_forbidden")
 
 
-def _sentence(error: ValidationError, where: str, model: type[Section]) -> str:
-    first = _first(error)
-    parts = [part for part in (where, *map(str, first["loc"])) if part]
+def _sentence(error: ValidationError, section: str, model: type[Section]) -> str:
+    """Return a validation error as a sentence that names the key; `section` is empty at the top of the file."""
+    details = _first_error(error)
+    parts = [part for part in (section, *map(str, details["loc"])) if part]
     key = f"{FILE}: '{'.'.join(parts)}'"
-    if first["type"] == "extra_forbidden":
+    if details["type"] == "extra_forbidden":
         return f"{key} is unknown: expected one of {', '.join(model.model_fields)}."
-    if first["type"] == "missing":
-        return f"{key} is missing: expected slurm or skypilot."
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{key} is {first['input']!r}: {message[0].lower()}{message[1:]}."
+    if details["type"] == "missing":
+        return f"{key} is missing: expected slurm."
+    message = details["msg"].removeprefix("Value error, ")
+    return f"{key} is {details['input']!r}: {message[0].lower()}{message[1:]}."

@@ -29,10 +29,10 @@ def notes(frame: pd.DataFrame) -> dict[Cell, str]:
     if names.UNHEALTHY not in frame:
         return _unfinished(frame) if "finish_reason" in frame else {}
     rows = pd.DataFrame(frame[frame[names.UNHEALTHY].notna()])
-    by_cell = {}
-    for (variant, scheme), texts in rows.groupby(["variant", "scheme"], observed=True)[names.UNHEALTHY]:
-        by_cell[str(variant), str(scheme)] = "; ".join(dict.fromkeys(texts.astype(str)))
-    return by_cell
+    marks: dict[Cell, dict[str, None]] = {}  # in the order of the rows, each text once
+    for variant, scheme, text in rows[["variant", "scheme", names.UNHEALTHY]].astype(str).itertuples(index=False):
+        marks.setdefault((variant, scheme), {})[text] = None
+    return {cell: "; ".join(texts) for cell, texts in marks.items()}
 
 
 def _unfinished(frame: pd.DataFrame) -> dict[Cell, str]:

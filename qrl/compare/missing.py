@@ -56,7 +56,7 @@ def filled(frame: pd.DataFrame, missing: str | None) -> pd.DataFrame:
     """
     check_missing(missing)
     needed = [column for column in COLUMNS if column != "correct"]
-    is_unreadable = frame.empty or not set(COLUMNS) <= set(frame.columns) or bool(frame[needed].isna().any(axis=None))
+    is_unreadable = frame.empty or not set(COLUMNS) <= set(frame.columns) or bool(frame[needed].isna().to_numpy().any())
     if missing is None or is_unreadable:  # what is wrong with such a table, the comparison says
         return frame
 

@@ -116,17 +116,19 @@ def _have_same_texts(answered: Answered, first: Cell, second: Cell) -> bool:
     if second[0] == BASE and first[0] != BASE:
         left, right = right, left
     columns = ["question", "seed"]
-    if BASE in (first[0], second[0]) and right["seed"].nunique() == 1:
+    if BASE in (first[0], second[0]) and len(set(right["seed"])) == 1:
         columns = ["question"]
     pairs = left.merge(right, on=columns, how="left", suffixes=("", "_right"), validate="many_to_one")
-    if not len(pairs) or not pairs["correct"].equals(pairs["correct_right"]):
+    outcomes = pairs["correct"].to_numpy()
+    right_outcomes = pairs["correct_right"].to_numpy()
+    if not len(pairs) or not (outcomes == right_outcomes).all():
         return False
 
     # Lengths are compared first, since texts may have to be read from their files.
     left_positions = pairs[_POSITION].to_numpy()
     right_positions = pairs[f"{_POSITION}_right"].to_numpy()
     if "n_tokens" in answered.frame:
-        lengths = pd.to_numeric(answered.frame["n_tokens"], errors="coerce").fillna(-1).to_numpy()
+        lengths = pd.Series(pd.to_numeric(answered.frame["n_tokens"], errors="coerce")).fillna(-1).to_numpy()
         if (lengths[left_positions] != lengths[right_positions]).any():
             return False
     left_texts = _texts(answered, left_positions)

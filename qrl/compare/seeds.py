@@ -28,22 +28,20 @@ def repeated(answered: Answered) -> list[tuple[str, ...]]:
     if len(answered.table["seed"].cat.categories) < 2:
         return []
     text_columns = [name for name in _SAME if name in answered.frame]
-    table = answered.table[["seed"]].assign(
-        cell=answered.cell,
-        question=answered.question,
-        correct=answered.table["correct"],
-        **{name: answered.frame[name].astype(str) for name in text_columns},
-    )
+    table = pd.DataFrame(answered.table[["seed", "correct"]])
+    table = table.assign(cell=answered.cell, question=answered.question)
+    for name in text_columns:
+        table[name] = answered.frame[name].astype(str)
     is_trained = np.array([variant != names.BASE for variant, _ in answered.cells])[answered.cell]
     columns = ["cell", "question", "correct", *text_columns]
+    trained = pd.DataFrame(table[is_trained]).sort_values(by=columns)
 
     # One digest per seed, of its rows in order: equal digests are equal answers.
     seeds_by_digest: dict[tuple, list[str]] = {}
-    for seed, rows in table[is_trained].sort_values(columns).groupby("seed", observed=True):
-        if rows["correct"].nunique() > 1:
-            row_hashes = pd.util.hash_pandas_object(rows[columns], index=False)
-            digest = (len(rows), sha256(row_hashes.to_numpy().tobytes()).digest())
-            seeds_by_digest.setdefault(digest, []).append(str(seed))
+    for seed, rows in trained.groupby("seed", observed=True):
+        if len(set(rows["correct"])) > 1:
+            answers = rows[columns].to_csv(index=False).encode()
+            seeds_by_digest.setdefault((len(rows), sha256(answers).digest()), []).append(str(seed))
     return [tuple(sorted(seeds, key=_order)) for seeds in seeds_by_digest.values() if len(seeds) > 1]
 
 

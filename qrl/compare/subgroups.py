@@ -50,7 +50,7 @@ def groups(answered: Answered, cells: Sequence[Cell]) -> dict[str, list[Group]]:
     """
     by_kind = {}
     for kind in KINDS:
-        if kind not in answered.frame or answered.frame[kind].isna().all():
+        if kind not in answered.frame:
             continue
         group_of_question = _group_of_question(answered, kind)
         group_names = _ordered(group_of_question.dropna())
@@ -119,8 +119,9 @@ def _group_of_question(answered: Answered, kind: str) -> pd.Series:
     is_named = answered.frame[kind].notna().to_numpy()
     group_names = answered.frame[kind].astype(object)[is_named]
     rows = pd.DataFrame({"question": answered.question[is_named], kind: group_names})
-    first = rows.drop_duplicates("question").set_index("question")[kind]
-    return first.map(_name).reindex(np.arange(len(answered.questions)))
+    first = rows.drop_duplicates("question")
+    by_question = pd.Series([_name(value) for value in first[kind]], index=pd.Index(first["question"]), dtype=object)
+    return by_question.reindex(np.arange(len(answered.questions)))
 
 
 def _name(value: object) -> str:
@@ -132,9 +133,10 @@ def _ordered(group_names: Iterable[str]) -> list[str]:
     """Return the different names of groups: numbers by value, before texts."""
 
     def order(name: str) -> tuple[bool, float, str]:
-        number = pd.to_numeric(name, errors="coerce")
-        is_text = bool(np.isnan(number))
-        return is_text, 0.0 if is_text else float(number), name
+        try:
+            return False, float(name), name
+        except ValueError:
+            return True, 0.0, name
 
     return sorted(set(group_names), key=order)
 

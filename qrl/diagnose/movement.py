@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from qrl import checkpoint
+from qrl.checkpoint.stream import Rows
 from qrl.diagnose import rank, weights
 from qrl.diagnose.sweep import BLOCK, Sources, sweep
 from qrl.errors import BadInput
 from qrl.formats import rtn
-from qrl.formats.stream import Rows
 from qrl.recipe.sections import Diagnose
 
 # Of sparsity. Source: Mukherjee et al. (arXiv 2505.11711), who found that RL changes only a small part of the weights.

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 import torch
 
-from qrl.formats.header import Entry
-from qrl.formats.stream import Rows
+from qrl.checkpoint.header import Entry
+from qrl.checkpoint.stream import Rows
 
 T = TypeVar("T")
 Sources = Sequence[tuple[Path | str, Entry]]  # the same matrix in one or more checkpoints

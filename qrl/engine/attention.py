@@ -42,6 +42,7 @@ def _attend(module, query, key, value, attention_mask, **options):
     if length != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     grouped = query.reshape(batch, key.shape[1], -1, size)
-    dropout, scale = options.get("dropout", 0.0), options.get("scaling")
+    dropout = options.get("dropout", 0.0)
+    scale = options.get("scaling")
     attended = scaled_dot_product_attention(grouped, key, value, attention_mask, dropout, scale=scale)
     return attended.reshape(batch, 1, heads, size), None

@@ -7,25 +7,37 @@ from pathlib import Path
 
 from qrl.errors import BadInput
 
-ASKED = "QRL_GPUS"  # set in a job of a cluster: how many GPUs its node has to show
+ASKED = "QRL_GPUS"  # environment variable of a cluster's job: the GPUs that its node must show
 
 
-def choose(wanted: str) -> str:
+def choose(setting: str) -> str:
     """Return `cpu` or `cuda` for the recipe's `device`; `auto` means a GPU if torch sees one.
 
     Raises:
         BadInput: the recipe says `cuda` and torch sees no GPU, or a cluster's node shows fewer than the job asked for.
     """
-    asked = int(os.environ.get(ASKED) or 0) if wanted != "cpu" else 0
-    if asked > (seen := gpus("cuda") if asked else 0):  # `auto` would compute on what is left, or on a CPU
+    if setting == "cpu":
+        return "cpu"
+    _check_cluster_gpus()
+    if _sees_gpu():
+        return "cuda"
+    if setting == "cuda":
+        raise BadInput("device is 'cuda', but torch sees no GPU here: run on a machine with one, or set device=cpu.")
+    return "cpu"
+
+
+def _check_cluster_gpus() -> None:
+    """Raise BadInput if a cluster's node shows fewer GPUs than the job asked for."""
+    required = int(os.environ.get(ASKED) or 0)
+    if not required:
+        return
+    visible = gpus("cuda")
+    if visible < required:  # `auto` would silently compute on fewer GPUs, or on the CPU
+        plural = "s" if required > 1 else ""
         raise BadInput(
-            f"cluster.yaml asks for {asked} GPU{'s' * (asked > 1)}, but torch sees {seen} on node "
+            f"cluster.yaml asks for {required} GPU{plural}, but torch sees {visible} on node "
             f"{socket.gethostname()}: compare with `nvidia-smi` there, or set device=cpu."
         )
-    available = wanted != "cpu" and _sees_gpu()
-    if wanted == "cuda" and not available:
-        raise BadInput("device is 'cuda', but torch sees no GPU here: run on a machine with one, or set device=cpu.")
-    return "cuda" if wanted == "cuda" or (wanted == "auto" and available) else "cpu"
 
 
 def gpus(device: str) -> int:
@@ -38,17 +50,19 @@ def gpus(device: str) -> int:
 
 
 def _sees_gpu() -> bool:
-    if "torch" not in sys.modules and not any(any(Path("/dev").glob(name)) for name in ("nvidia*", "kfd", "dxg")):
-        return False  # the import would take seconds
+    # Importing torch takes seconds. Without a device file of NVIDIA, AMD or WSL there is no GPU to find.
+    device_files = [file for pattern in ("nvidia*", "kfd", "dxg") for file in Path("/dev").glob(pattern)]
+    if "torch" not in sys.modules and not device_files:
+        return False
     import torch
 
     return torch.cuda.is_available()
 
 
-def compute_dtype(wanted: str, device: str):
+def compute_dtype(setting: str, device: str):
     """Return the torch dtype of activations; `auto` is bf16 on a GPU, and fp32 on a CPU: bf16 varies by CPU."""
     import torch
 
-    if wanted == "auto":
-        wanted = "bf16" if device == "cuda" else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[wanted]
+    if setting == "auto":
+        setting = "bf16" if device == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[setting]

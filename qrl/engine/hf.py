@@ -23,17 +23,16 @@ from qrl import checkpoint, process
 from qrl.engine import attention, pretrained
 from qrl.errors import PANIC, BadInput
 from qrl.formats import kind, plain
-from qrl.tasks import sandbox
 
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 NAME = "transformers"  # in the records of an answer
-_LOGITS = 2**27  # of one batch of `log_likelihoods`, at most: half a GB in float32
-_GROWTH = 1000  # times that a tokenizer may lengthen a text; published ones: 12
-_LONGEST_TABLE = 1 << 20  # characters; published ones have 400,000
-_POSITIONS = 2**14  # of one batch, padding included
+_MAX_LOGITS = 2**27  # in one batch of `log_likelihoods`: half a GB in float32
+_MAX_POSITIONS = 2**14  # in one batch of `log_likelihoods`, padding included
+_MAX_GROWTH = 1000  # factor by which a tokenizer may lengthen a text; published ones: 12
+_MAX_TABLE = 1 << 20  # characters; published ones have 400,000
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,6 @@ def tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """
     import transformers
 
-    sandbox.limit()
     if transformers.__version__ < "5":  # AutoAWQ's, which misreads a list of special tokens of transformers 5
         return plain_tokenizer(path)
     with _readable(path):
@@ -81,10 +79,16 @@ def plain_tokenizer(source: Path) -> PreTrainedTokenizerFast:
         for name in ("chat_template.jinja", f"{checkpoint.TEMPLATES}/default.jinja"):  # transformers prefers the last
             if (source / name).is_file():
                 template = (source / name).read_text(encoding="utf-8")
-        tokens = {name: settings.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
-        tokens = {name: token["content"] if isinstance(token, dict) else token for name, token in tokens.items()}
-        tokens = {name: token for name, token in tokens.items() if token is not None}
-        return PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"), chat_template=template, **tokens)
+        special_tokens = {}
+        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            token = settings.get(name)
+            if isinstance(token, dict):
+                token = token["content"]
+            if token is not None:
+                special_tokens[name] = token
+        return PreTrainedTokenizerFast(
+            tokenizer_file=str(source / "tokenizer.json"), chat_template=template, **special_tokens
+        )
 
 
 @contextlib.contextmanager
@@ -104,29 +108,39 @@ def _readable(path: Path) -> Iterator[None]:
 def _check_growth(tokenizer: dict) -> None:
     """Raise ValueError if a tokenizer.json makes texts so long that a prompt would not fit into memory."""
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
-        if (times := _growth(tokenizer.get(name))) > _GROWTH:
-            raise ValueError(f"its {name} makes a text {times:,.0f} times longer, but {_GROWTH:,} were expected")
+        growth = _growth(tokenizer.get(name))
+        if growth > _MAX_GROWTH:
+            raise ValueError(f"its {name} makes a text {growth:,.0f} times longer, but {_MAX_GROWTH:,} were expected")
 
 
 def _growth(part: object) -> float:
-    """Return how many times longer a part of a tokenizer.json may make a text; infinite if it replaces nothing."""
-    if isinstance(part, list):  # one after the other
+    """Return how many times longer a part of a tokenizer.json may make a text; infinite if it has no bound."""
+    if isinstance(part, list):  # a sequence of steps, each applied to the result of the last
         return math.prod(map(_growth, part))
     if not isinstance(part, dict):
         return 1
-    kind, times = part.get("type"), math.prod(_growth(value) for value in part.values())
-    if kind == "Replace":
-        pattern = part["pattern"]
-        least = len(pattern["String"]) if "String" in pattern else bool(pattern["Regex"])
-        times = max(1, len(part["content"]) / least) if least else math.inf
-    elif kind == "Prepend":
-        times = 1 + len(part["prepend"])
-    elif kind == "Precompiled":  # a table of characters and what each becomes
-        times = math.inf if len(part["precompiled_charsmap"]) > _LONGEST_TABLE else 1
-    elif kind == "TemplateProcessing":
+    growth = math.prod(_growth(value) for value in part.values())
+    part_type = part.get("type")
+    if part_type == "Replace":
+        growth = _replacement_growth(part["pattern"], part["content"])
+    elif part_type == "Prepend":
+        growth = 1 + len(part["prepend"])
+    elif part_type == "Precompiled":  # a table of characters and what each becomes
+        growth = 1 if len(part["precompiled_charsmap"]) <= _MAX_TABLE else math.inf
+    elif part_type == "TemplateProcessing":
         added = [item["SpecialToken"]["id"] for item in part["single"] if "SpecialToken" in item]
-        times = 1 + sum(len(part["special_tokens"][name]["ids"]) for name in added)
-    return times
+        growth = 1 + sum(len(part["special_tokens"][name]["ids"]) for name in added)
+    return growth
+
+
+def _replacement_growth(pattern: dict, content: str) -> float:
+    if "String" in pattern:
+        shortest_match = len(pattern["String"])
+    else:
+        shortest_match = 1 if pattern["Regex"] else 0
+    if not shortest_match:
+        return math.inf  # an empty pattern matches between all characters
+    return max(1, len(content) / shortest_match)
 
 
 def _settings(file: Path) -> dict:
@@ -160,10 +174,13 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
             model = model.dequantize(dtype=dtype)
     if model.config.is_encoder_decoder:
         raise BadInput(f"{path} is an encoder and a decoder by its config.json: give a model that continues a text.")
-    own = model.generation_config  # its sampling settings would change every accuracy: keep its end tokens only
-    first_end, *_ = end_tokens(own, path)
-    pad = first_end if own.pad_token_id is None else own.pad_token_id
-    model.generation_config = GenerationConfig(eos_token_id=own.eos_token_id, pad_token_id=pad)
+
+    # The checkpoint's sampling settings would change every accuracy: keep its end tokens only.
+    generation = model.generation_config
+    first_end, *_ = end_tokens(generation, path)
+    pad = first_end if generation.pad_token_id is None else generation.pad_token_id
+    model.generation_config = GenerationConfig(eos_token_id=generation.eos_token_id, pad_token_id=pad)
+
     if device == "cpu":
         attention.use_grouped(model)
     return model.eval(), tokenizer(path)
@@ -185,8 +202,9 @@ def simulated(path: Path, device: str) -> str:
     quantization = checkpoint.config(path).get("quantization_config") or {}
     if quantization.get("quant_method") == "bitsandbytes" and quantization.get("load_in_8bit") and device == "cpu":
         return "activations not rounded to int8"
-    if rounded := kind.rounded(quantization):
-        return f"activations rounded to {rounded[0]} in software, products in full precision"
+    rounded_to = kind.rounded(quantization)
+    if rounded_to:
+        return f"activations rounded to {rounded_to[0]} in software, products in full precision"
     return ""
 
 
@@ -212,12 +230,13 @@ def generate(
         progress: called with the number of prompts in each finished batch.
     """
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
-    ends, special = set(_listed(model.generation_config.eos_token_id)), set(tokens.all_special_ids)
+    ends = set(_listed(model.generation_config.eos_token_id))
+    special = set(tokens.all_special_ids)
     completions: dict[int, Completion] = {}
     for start in range(0, len(order), batch_size):
         batch = order[start : start + batch_size]
-        written = _decode(model, tokens, [prompts[i] for i in batch], max_new_tokens, temperature, (seed, start))
-        for index, ids in zip(batch, written, strict=True):
+        answers = _decode(model, tokens, [prompts[i] for i in batch], max_new_tokens, temperature, (seed, start))
+        for index, ids in zip(batch, answers, strict=True):
             completions[index] = completion(tokens, ids, ends, special)
         progress(len(batch))
     return [completions[index] for index in range(len(prompts))]
@@ -229,7 +248,9 @@ def completion(tokens: PreTrainedTokenizerBase, ids: list[int], ends: set[int], 
     body = ids if stop is None else ids[:stop]
     raw = tokens.decode(body, skip_special_tokens=False)
     text = raw if special.isdisjoint(body) else tokens.decode(body, skip_special_tokens=True)
-    return Completion(text, raw, len(body) + (stop is not None), "length" if stop is None else "stop")
+    if stop is None:
+        return Completion(text, raw, len(body), "length")
+    return Completion(text, raw, len(body) + 1, "stop")
 
 
 def log_likelihoods(
@@ -244,25 +265,34 @@ def log_likelihoods(
     import torch
 
     order = sorted(range(len(texts)), key=lambda i: (-len(texts[i]), -len(prompts[i])))
-    found, start = [0.0] * len(texts), 0
+    means = [0.0] * len(texts)
+    start = 0
     with torch.inference_mode():
         while start < len(order):
+            # The first text of a batch is its longest, and decides how many logits a row has.
             longest = len(texts[order[start]])
-            fitting = min(batch_size, _LOGITS // (longest * model.config.vocab_size))
-            batch = order[start : start + max(1, fitting)]
+            max_rows = min(batch_size, _MAX_LOGITS // (longest * model.config.vocab_size))
+            batch = order[start : start + max(1, max_rows)]
             width = max(len(prompts[i]) + len(texts[i]) for i in batch)
-            batch = batch[: max(1, _POSITIONS // width)]
-            rows = [[*prompts[i], *texts[i]] for i in batch]
+            batch = batch[: max(1, _MAX_POSITIONS // width)]
+
+            rows = [[*prompts[i], *texts[i]] for i in batch]  # padded on the left, so that all texts end together
             ids = torch.tensor([[0] * (width - len(row)) + row for row in rows], device=model.device)
             mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows], device=model.device)
-            places = (mask.cumsum(-1) - 1).clamp(min=0)
-            asked = {"attention_mask": mask, "position_ids": places, "use_cache": False, "logits_to_keep": longest + 1}
-            logits = model(input_ids=ids, **asked).logits[:, :-1].float()  # of the tokens that follow
+            output = model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=(mask.cumsum(-1) - 1).clamp(min=0),
+                use_cache=False,
+                logits_to_keep=longest + 1,
+            )
+
+            logits = output.logits[:, :-1].float()  # a position's logits are of the token that follows it
             scores = logits.gather(-1, ids[:, -longest:, None])[..., 0] - logits.logsumexp(-1)
             for i, row in zip(batch, scores, strict=True):
-                found[i] = float(row[-len(texts[i]) :].double().mean())
+                means[i] = float(row[-len(texts[i]) :].double().mean())
             start += len(batch)
-    return found
+    return means
 
 
 def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -274,10 +304,13 @@ def _decompressed(path: Path, device: str, dtype: torch.dtype) -> PreTrainedMode
         warnings.simplefilter("ignore", UserWarning)
         model = pretrained.load(path, dtype=dtype, device_map=device, quantization_config=dequantize)
     for module in model.modules():
-        if (scheme := getattr(module, "quantization_scheme", None)) is not None:
-            module.weight.data = module.weight.data.to(dtype)  # some formats always unpack to bfloat16
-            if scheme.input_activations is None:
-                module.__dict__.pop("forward", None)  # nothing is left to round: an ordinary linear
+        scheme = getattr(module, "quantization_scheme", None)
+        if scheme is None:
+            continue
+        module.weight.data = module.weight.data.to(dtype)  # some formats always unpack to bfloat16
+        if scheme.input_activations is None:
+            # Nothing is left to round. Without the library's forward method it is an ordinary linear.
+            module.__dict__.pop("forward", None)
     return model
 
 
@@ -293,8 +326,8 @@ def _decode(model, tokens, prompts: list, longest: int, temperature: float, seed
     with without_gradients, torch.random.fork_rng(devices=devices, enabled=bool(temperature)):
         if temperature:  # a batch's samples depend on its own seed alone, not on earlier batches
             torch.manual_seed(int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0] >> 1))
-        written = model.generate(**padded, max_new_tokens=longest, do_sample=bool(temperature), **sampling)
-    return written[:, padded["input_ids"].shape[1] :].tolist()
+        ids = model.generate(**padded, max_new_tokens=longest, do_sample=bool(temperature), **sampling)
+    return ids[:, padded["input_ids"].shape[1] :].tolist()
 
 
 def _listed(ids: int | Sequence[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Memory that runs out: recognized on every device, and met with half the batch, once."""
+"""Recognize that memory ran out, on any device, and repeat the work once with half the batch."""
 
 import gc
 import sys
@@ -13,8 +13,9 @@ _WORDS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS
 
 def ran_out(error: BaseException) -> bool:
     """Return whether an error means that a GPU's or this machine's memory ran out."""
-    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-    return named or (isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS))
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
 def halved(
@@ -32,25 +33,27 @@ def halved(
     Raises:
         QrlError: memory ran out for half the batch, too, or the batch has no half.
     """
-    half = size // 2
-    if half and divisor_of % half:
-        half = 0
+    half_size = size // 2
+    if half_size and divisor_of % half_size:
+        half_size = 0
     try:
         return work(size)
     except Exception as error:
         if not ran_out(error):
             raise
         reason = " ".join(str(error).split())[:120] or type(error).__name__
-    if not half:
+    if not half_size:
         raise QrlError(f"Memory ran out with {name} = {size} ({reason}): {_remedy(name)}.")
-    _free()  # here, where no traceback holds the tensors
-    say(f"Memory ran out with {name} = {size} ({reason}), so it goes on with {half}.")
+
+    # Outside the except block: within it, the traceback would keep the tensors alive.
+    _free()
+    say(f"Memory ran out with {name} = {size} ({reason}), so it goes on with {half_size}.")
     try:
-        return work(half)
+        return work(half_size)
     except Exception as error:
         if not ran_out(error):
             raise
-    raise QrlError(f"Memory ran out with {name} = {size}, and with {half}: {_remedy(name)}.")
+    raise QrlError(f"Memory ran out with {name} = {size}, and with {half_size}: {_remedy(name)}.")
 
 
 def _remedy(name: str) -> str:
@@ -63,5 +66,6 @@ def _remedy(name: str) -> str:
 
 def _free() -> None:
     gc.collect()
-    if (torch := sys.modules.get("torch")) and torch.cuda.is_available():
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,8 @@
-"""Load checkpoint folders with transformers, and refuse what it would make up or leave out."""
+"""Load checkpoint folders with transformers, and refuse those that it would load wrongly.
+
+transformers fills missing weights with random numbers and drops weights that the model of config.json lacks; vLLM
+ignores such biases. Neither raises, and a study would measure another model than the one it was given.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
-_CODES_PER_BYTE, _SLACK = 4, 1 << 20  # of two bits; what a small file may miss
+_CODES_PER_BYTE = 4  # codes of two bits, the smallest
+_SLACK = 1 << 20  # parameters that a small file may lack
 # What model classes raise over a config that they cannot build.
 _UNFIT = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError, RuntimeError)
 
@@ -46,25 +51,25 @@ def load(path: Path, **options) -> PreTrainedModel:
     return model
 
 
-def check_fit(path: Path, *, known: bool = True) -> None:
+def check_fit(path: Path, *, for_transformers: bool = True) -> None:
     """Check a folder's weights against the model that its config.json makes, without reading or allocating any.
 
     Args:
         path: a folder that `checkpoint.check` accepts, quantized or not.
-        known: whether transformers will load it; else an architecture without a language model there, such as
-            mistral3 or qwen2_vl, is left to the engine.
+        for_transformers: whether transformers will load it. Otherwise an architecture without a language model in
+            transformers, such as mistral3 or qwen2_vl, is left to the engine.
 
     Raises:
         BadInput: transformers does not know the architecture or cannot build config.json, the model has more parameters
             than the files could hold, they hold a bias that it lacks, which vLLM would ignore, or `architectures`, by
-            which vLLM chooses a class, names another than transformers takes.
+            which vLLM chooses a class, names another class than transformers chooses.
     """
     import torch
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    if not known:
-        kind = checkpoint.config(path).get("model_type")
-        if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if not for_transformers:
+        model_type = checkpoint.config(path).get("model_type")
+        if model_type not in CONFIG_MAPPING or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
             return
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -75,35 +80,50 @@ def check_fit(path: Path, *, known: bool = True) -> None:
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except _UNFIT as error:
         raise BadInput(f"{path} cannot be loaded by transformers: {_reason(error)}.") from error
-    named, own = checkpoint.config(path).get("architectures"), type(model).__name__
-    if named and set(named) != {own}:
-        other = f"{path / 'config.json'} is a {config.model_type}, which transformers loads as {own}"
-        raise BadInput(f"{other}, but its architectures are {named}, and vLLM goes by them: expected [{own!r}].")
+    settings = checkpoint.config(path)
+    architectures = settings.get("architectures")
+    model_class = type(model).__name__
+    if architectures and set(architectures) != {model_class}:
+        raise BadInput(
+            f"{path / 'config.json'} is a {config.model_type}, which transformers loads as {model_class}, but its "
+            f"architectures are {architectures}, and vLLM goes by them: expected [{model_class!r}]."
+        )
+
     entries = checkpoint.entries(path)
-    made, stored = sum(weight.numel() for weight in model.parameters()), sum(each.bytes for each in entries.values())
-    if made > _CODES_PER_BYTE * stored + _SLACK:  # transformers would allocate what is missing
-        makes = f"{path / 'config.json'} makes a model of {made:,} parameters"
-        raise BadInput(f"{makes}, which {stored:,} bytes of weights cannot hold: copy both from the same model.")
-    known = set(model.state_dict())
-    biases = [name for name in entries if name.endswith(".bias") and name not in known]
-    biases = [name for name in biases if f"{name.removesuffix('bias')}weight" in known]
-    if (checkpoint.config(path).get("quantization_config") or {}).get("quant_method") == "gptq":
-        biases = [name for name, values in checkpoint.tensors(path, biases) if values.any()]  # AutoGPTQ stores zeros
+    parameters = sum(weight.numel() for weight in model.parameters())
+    stored_bytes = sum(entry.bytes for entry in entries.values())
+    if parameters > _CODES_PER_BYTE * stored_bytes + _SLACK:  # transformers would allocate what is missing
+        raise BadInput(
+            f"{path / 'config.json'} makes a model of {parameters:,} parameters, which {stored_bytes:,} bytes of "
+            "weights cannot hold: copy both from the same model."
+        )
+
+    model_names = set(model.state_dict())
+    biases = [name for name in entries if name.endswith(".bias") and name not in model_names]
+    biases = [name for name in biases if f"{name.removesuffix('bias')}weight" in model_names]
+    if (settings.get("quantization_config") or {}).get("quant_method") == "gptq":
+        # AutoGPTQ stores a bias of zeros for linears without one: nothing is lost.
+        biases = [name for name, values in checkpoint.tensors(path, biases) if values.any()]
     _refuse_left_over(path, biases)
 
 
 def _refuse_left_over(path: Path, names: Iterable[str]) -> None:
     for name in sorted(names):
-        more = f"{path} holds {name}, which a model of its config.json lacks and would lose"
-        raise BadInput(f"{more}: copy config.json and weights from the same model.")
+        raise BadInput(
+            f"{path} holds {name}, which a model of its config.json lacks and would lose: copy config.json and weights "
+            "from the same model."
+        )
 
 
 def bitsandbytes(scheme: str, compute: torch.dtype) -> BitsAndBytesConfig:
     """Return how bitsandbytes packs linears: `nf4` with double quantization, unpacked to `compute`, or `int8`."""
     from transformers import BitsAndBytesConfig
 
-    nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": compute}
-    return BitsAndBytesConfig(**{"load_in_8bit": True} if scheme == names.INT8 else {"load_in_4bit": True} | nf4)
+    if scheme == names.INT8:
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=compute
+    )
 
 
 def skeleton(config: dict) -> PreTrainedModel:

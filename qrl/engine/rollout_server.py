@@ -20,20 +20,23 @@ if importlib.util.find_spec("vllm"):
 _USAGE = "python -m qrl.engine.rollout_server FORMAT --model MODEL …"
 
 
-def main(name: str = "--help", *more: str) -> None:
+def main(format_name: str = "--help", *vllm_options: str) -> None:
     """Run the server; raise BadInput if the format is unknown, or vLLM is not installed."""
-    if name.startswith("-"):
+    if format_name.startswith("-"):
         formats = f"FORMAT is none, {', '.join(rounding.FORMATS)} or a file"
         raise BadInput(f"No format is named: run `{_USAGE}`, where {formats}; further options are vLLM's.")
     if not importlib.util.find_spec("vllm"):
-        where = "run it with the Python of an environment that `mlflow run … -P rollout.engine=vllm` has built"
-        raise BadInput(f"vLLM is not installed in this environment: {where}.")
+        raise BadInput(
+            "vLLM is not installed in this environment: run it with the Python of an environment that "
+            "`mlflow run … -P rollout.engine=vllm` has built."
+        )
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the trainer reads the server's configuration and sends weights
     words = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs"]
     words += ["--weight-transfer-config", json.dumps({"backend": "nccl"})]
-    if config := operation.engine_config(name):
-        words += ["--hf-overrides", json.dumps({"quantization_config": config})]
-    sys.argv = ["vllm", *words, *more]
+    quantization = operation.engine_config(format_name)
+    if quantization:
+        words += ["--hf-overrides", json.dumps({"quantization_config": quantization})]
+    sys.argv = ["vllm", *words, *vllm_options]
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
 

@@ -1,9 +1,16 @@
 """The vLLM engine: prompts, completions and finish reasons as in `hf`, computed by vLLM's own kernels.
 
+Evaluation compares checkpoints question by question, so an answer must not depend on chance. Every run therefore fixes
+the number of sequences and the seed, and caches no prefix; on a GPU, a deterministic run also uses batch-invariant
+kernels. Three things are read back from the engine rather than assumed, and `receipt`
+reports them: which kernels it chose, in which dtype it computes, and whether it departs from the checkpoint's format.
+
+The life of an engine: `__init__` checks the folder, starts vLLM's worker and inspects it; `generate` and
+`log_likelihoods` answer; `reload` replaces the weights, where it can, for another checkpoint of the same network;
+`close` stops the worker.
+
 This file and `vllm_support` contain what differs between vLLM's versions. They were written for 0.31.0 and also run on
-0.25.1; rollouts (`train/rollout`), the server (`serve/engines.py`) and `vllm bench serve` use what both have. Every
-run fixes the number of sequences and the seed and caches no prefix; on a GPU, a deterministic one also uses
-batch-invariant kernels. `receipt` reports what ran.
+0.25.1; rollouts (`train/rollout`), the server (`serve/engines.py`) and `vllm bench serve` use what both have.
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from qrl import checkpoint, process
 from qrl.engine import hf, pretrained
 from qrl.engine.hf import Completion
-from qrl.engine.vllm_support import batch_invariant, check_runs, departs, emulated, shares
+from qrl.engine.vllm_support import batch_invariant, check_runs, departs, emulation_options, shares
 from qrl.errors import BadInput, QrlError
 
 if TYPE_CHECKING:
@@ -87,14 +94,18 @@ class Vllm(AbstractContextManager):
         try:
             import vllm
         except ImportError as error:
-            advice = "run under `mlflow run . -e evaluate … --env-manager uv`, which builds an environment with it"
-            instead = "or use evaluate.engine=transformers"
-            raise BadInput(f"vLLM cannot be imported here ({error}): {advice}, {instead}.") from None
+            raise BadInput(
+                f"vLLM cannot be imported here ({error}): run under `mlflow run . -e evaluate … --env-manager uv`, "
+                "which builds an environment with it, or use evaluate.engine=transformers."
+            ) from None
         checkpoint.check(path)
-        pretrained.check_fit(path, known=False)
+        pretrained.check_fit(path, for_transformers=False)
         check_runs(path, device, deterministic)
+
         self.name = f"{NAME} {vllm.__version__}"
         self._sampling = vllm.SamplingParams
+        memory_options = shares(memory, cache_gib) if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}
+        compile_options = GRAPHS_ALONE if on_gpu and not compiled else {}
         try:
             with process.deaf_children(), process.swallowing():
                 self._llm = vllm.LLM(
@@ -111,31 +122,37 @@ class Vllm(AbstractContextManager):
                     seed=seed,
                     trust_remote_code=False,
                     worker_extension_cls="qrl.engine.vllm_worker.Extension",
-                    **(shares(memory, cache_gib) if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}),
-                    **({} if compiled or not on_gpu else GRAPHS_ALONE),
-                    **emulated(path, device),
+                    **memory_options,
+                    **compile_options,
+                    **emulation_options(path, device),
                 )
         except Exception as error:  # whatever the worker raised
             if on_gpu and cache_gib is None:
                 _check_memory(memory, error)
             reason = " ".join(str(error).split())[:400]
             raise QrlError(f"vLLM cannot load {path} ({reason}): choose another engine or scheme.") from error
+
         workers = self._llm.apply_model(_inspect)
+        weights_bytes = sum(worker["weights_bytes"] for worker in workers)
         self.kernels: dict[str, int] = workers[0]["kernels"]  # name → layers that use it
-        held = sum(worker["weights_bytes"] for worker in workers)
-        self.weights_bytes: int | None = held if on_gpu else None  # a CPU's kernels hide them
+        self.weights_bytes: int | None = weights_bytes if on_gpu else None  # a CPU's kernels hide them
         self.dtype = str(self._llm.model_config.dtype).removeprefix("torch.")  # of activations
         self.invariant = deterministic and on_gpu and batch_invariant(self.kernels)
-        self._sequences, self._kv_fp8, self._on_gpu, self._gpus = sequences, kv_fp8, on_gpu, gpus
+        self._sequences = sequences
+        self._kv_fp8 = kv_fp8
+        self._on_gpu = on_gpu
+        self._gpus = gpus
         self._compiled = compiled
-        self._read(path)
+        self._read_settings(path)
 
-    def _read(self, path: Path) -> None:
+    def _read_settings(self, path: Path) -> None:
+        """Read what differs between two checkpoints of one network: tokenizer, end tokens, and the format."""
         from transformers import GenerationConfig
 
         self.tokens = hf.tokenizer(path)
         self._ends = set(hf.end_tokens(GenerationConfig.from_pretrained(path), path))
-        self._network, self._departs = network(path), departs(path, self.kernels)
+        self._network = network(path)
+        self._departure = departs(path, self.kernels)
 
     def reload(self, path: Path) -> bool:
         """Replace the weights by those of another checkpoint, which takes a second where a start takes a minute.
@@ -144,18 +161,18 @@ class Vllm(AbstractContextManager):
             path: a folder that `checkpoint.check` accepts.
 
         Returns:
-            Whether it was done: not if more than the weights differs, if vLLM cannot do it, or on a CPU, whose kernels
+            Whether it was done: not if more than the weights differs, if vLLM cannot do it, or on a CPU, where kernels
             keep a packed copy of the old weights. Close the engine then.
         """
         checkpoint.check(path)
-        pretrained.check_fit(path, known=False)
+        pretrained.check_fit(path, for_transformers=False)
         if not self._on_gpu or self._network is None or network(path) != self._network:
             return False
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path.resolve())})
         except Exception:  # whatever the worker raised: a new engine will say what is wrong
             return False
-        self._read(path)
+        self._read_settings(path)
         return True
 
     def __exit__(self, *_error: object) -> None:
@@ -169,12 +186,24 @@ class Vllm(AbstractContextManager):
 
     def receipt(self) -> dict[str, Any]:
         """Return what ran: engine, dtype, kernels and settings."""
-        ran = {"engine": self.name, "dtype": self.dtype, "kernels": self.kernels, "batch_invariant": self.invariant}
-        kept = {"kv_cache_dtype": "fp8"} if self._kv_fp8 else {}
-        kept |= {"tensor_parallel": self._gpus} if self._gpus > 1 else {}
-        kept |= {} if self._compiled else {"compiled": False}
-        kept |= {"simulated": self._departs} if self._departs else {}
-        return ran | {"max_num_seqs": self._sequences, "prefix_caching": False} | kept
+        receipt: dict[str, Any] = {
+            "engine": self.name,
+            "dtype": self.dtype,
+            "kernels": self.kernels,
+            "batch_invariant": self.invariant,
+            "max_num_seqs": self._sequences,
+            "prefix_caching": False,
+        }
+        # Only where they differ from the usual: receipts of earlier runs have none of these keys.
+        if self._kv_fp8:
+            receipt["kv_cache_dtype"] = "fp8"
+        if self._gpus > 1:
+            receipt["tensor_parallel"] = self._gpus
+        if not self._compiled:
+            receipt["compiled"] = False
+        if self._departure:
+            receipt["simulated"] = self._departure
+        return receipt
 
     def generate(
         self,
@@ -191,19 +220,21 @@ class Vllm(AbstractContextManager):
         """
         outputs = self.ask(prompts, new_tokens=max_new_tokens, fixed=False, temperature=temperature, seed=seed)
         special = set(self.tokens.all_special_ids)
-        written = [list(output.outputs[0].token_ids) for output in outputs]
-        completions = [hf.completion(self.tokens, ids, self._ends, special) for ids in written]
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        completions = [hf.completion(self.tokens, ids, self._ends, special) for ids in answers]
         progress(len(completions))
         return completions
 
     def log_likelihoods(self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]]) -> list[float]:
         """Return the mean log-likelihood per token of N texts, each after its prompt, as `hf.log_likelihoods` does."""
-        read = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
-        outputs = self.ask(read, new_tokens=1, fixed=True, prompt_logprobs=0)
+        # vLLM scores the tokens of a prompt: the text becomes its end, and one token is generated in vain.
+        prompts_with_text = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+        outputs = self.ask(prompts_with_text, new_tokens=1, fixed=True, prompt_logprobs=0)
         means = []
         for output, text in zip(outputs, texts, strict=True):
-            places = (output.prompt_logprobs or [])[-len(text) :]
-            means.append(sum(place[token].logprob for place, token in zip(places, text, strict=True)) / len(text))
+            positions = (output.prompt_logprobs or [])[-len(text) :]
+            logprobs = [position[token].logprob for position, token in zip(positions, text, strict=True)]
+            means.append(sum(logprobs) / len(text))
         return means
 
     def ask(
@@ -227,19 +258,28 @@ class Vllm(AbstractContextManager):
         Raises:
             QrlError: the worker died; the sentence names its kernels.
         """
-        ends = None if fixed else sorted(self._ends)
-        options = {"max_tokens": new_tokens, "stop_token_ids": ends, "ignore_eos": fixed, "detokenize": False}
-        options |= sampled
-        sampling = self._sampling(temperature=0.0, **options)
+        options = {
+            "max_tokens": new_tokens,
+            "stop_token_ids": None if fixed else sorted(self._ends),
+            "ignore_eos": fixed,
+            "detokenize": False,
+            **sampled,
+        }
         if temperature:
-            seeds = [hash((seed, place)) % 2**63 for place in range(len(prompts))]
-            sampling = [self._sampling(temperature=temperature, seed=own, **options) for own in seeds]
+            # Each prompt has a seed of its own, so that its answer does not depend on the others in its batch.
+            seeds = [hash((seed, index)) % 2**63 for index in range(len(prompts))]
+            sampling = [self._sampling(temperature=temperature, seed=prompt_seed, **options) for prompt_seed in seeds]
+        else:
+            sampling = self._sampling(temperature=0.0, **options)
         try:
             return self._llm.generate([{"prompt_token_ids": list(ids)} for ids in prompts], sampling, use_tqdm=False)
         except Exception as error:  # a kernel that this machine lacks kills the worker at its first product
-            died = f"{self.name} died while answering ({' '.join(str(error).split())[:200]}); its log above says why"
-            advice = "a scheme without a kernel for this machine needs another machine, or evaluate.engine=transformers"
-            raise QrlError(f"{died}. Its kernels here are {', '.join(self.kernels)}: {advice}.") from error
+            reason = " ".join(str(error).split())[:200]
+            raise QrlError(
+                f"{self.name} died while answering ({reason}); its log above says why. Its kernels here are "
+                f"{', '.join(self.kernels)}: a scheme without a kernel for this machine needs another machine, or "
+                "evaluate.engine=transformers."
+            ) from error
 
 
 def _check_memory(share: float, error: Exception) -> None:
@@ -256,7 +296,7 @@ def _check_memory(share: float, error: Exception) -> None:
 
 
 def network(path: Path) -> dict | None:
-    """Return what an engine is built for, what config.json says of it; None if its weights cannot be replaced."""
+    """Return the settings of config.json that an engine is built for; None if its weights cannot be replaced."""
     from transformers import AutoConfig
 
     if checkpoint.config(path).get("quantization_config"):
@@ -272,10 +312,14 @@ def _inspect(model) -> dict[str, Any]:
     for module in model.modules():
         method = getattr(module, "scheme", None) or getattr(module, "quant_method", None)
         if method is not None and hasattr(module, "weight_loader"):
-            chosen = [type(value).__name__ for value in vars(method).values() if "Kernel" in type(value).__name__]
-            kernels["/".join([type(method).__name__, *chosen])] += 1
-        if (attention := getattr(module, "impl", None)) is not None:
+            parts = [type(value).__name__ for value in vars(method).values()]
+            kernel_names = [name for name in parts if "Kernel" in name]
+            kernels["/".join([type(method).__name__, *kernel_names])] += 1
+        attention = getattr(module, "impl", None)
+        if attention is not None:
             kernels[type(attention).__name__] += 1
+
+    # Tied weights share a storage, which counts once.
     storages = [tensor.untyped_storage() for tensor in (*model.parameters(), *model.buffers())]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
     return {"kernels": dict(kernels), "weights_bytes": sum(sizes.values())}

@@ -64,13 +64,15 @@ class FakeQuant(QuantizationConfig):
 
 @register_weight_loader_v2_supported_method
 class Rounded(LinearMethodBase):
-    """An unquantized linear whose inputs are rounded first.
+    """An unquantized linear that rounds its inputs first.
 
     It is no subclass of vLLM's unquantized linear: some of vLLM's fused kernels take those and would skip the rounding.
     """
 
     def __init__(self, spec: str) -> None:
-        self.plain, self.spec, self.args = UnquantizedLinearMethod(), spec, operation.arguments(spec)
+        self.plain = UnquantizedLinearMethod()
+        self.spec = spec
+        self.args = operation.arguments(spec)
 
     def create_weights(
         self,
@@ -87,16 +89,24 @@ class Rounded(LinearMethodBase):
         Raises:
             ValueError: tensor parallelism splits rows that share one scale.
         """
-        sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
         if self.args.strategy == "token" and input_size_per_partition != input_size:
             raise ValueError("Scales per token need whole rows of inputs: start the engine without tensor parallelism.")
         if current_platform.is_cpu():
             layer._cpu_skip_gemm_dispatch = True  # a packed weight could not be replaced by the next sync
-        self.plain.create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
+        self.plain.create_weights(
+            layer,
+            input_size_per_partition,
+            output_partition_sizes,
+            input_size,
+            output_size,
+            params_dtype,
+            **extra_weight_attrs,
+        )
         if self.args.dynamic == "local":
-            ones = torch.ones(len(output_partition_sizes), dtype=torch.float32)  # until the first sync
+            initial_scales = torch.ones(len(output_partition_sizes), dtype=torch.float32)  # until the first sync
             loader = extra_weight_attrs["weight_loader"]
-            layer.register_parameter(operation.SCALE, PerTensorScaleParameter(data=ones, weight_loader=loader))
+            parameter = PerTensorScaleParameter(data=initial_scales, weight_loader=loader)
+            layer.register_parameter(operation.SCALE, parameter)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Check the scales and, on a GPU, the kernel: CUDA graphs cannot hold the eager functions.
@@ -105,16 +115,16 @@ class Rounded(LinearMethodBase):
             ValueError: a scale is missing or NaN, fused linears differ in it, or the kernel does not work here.
         """
         self.plain.process_weights_after_loading(layer)
-        scale = getattr(layer, operation.SCALE, None)
-        if scale is not None and not ((scale > 0) & (scale < math.inf) & (scale == scale[0])).all():
-            shown = ", ".join(f"{value:g}" for value in scale.tolist())
+        scales = getattr(layer, operation.SCALE, None)
+        if scales is not None and not ((scales > 0) & (scales < math.inf) & (scales == scales[0])).all():
+            values = ", ".join(f"{scale:g}" for scale in scales.tolist())
             raise ValueError(
-                f"{layer.prefix} got the activation scales {shown}, but needs one positive number: calibrate again."
+                f"{layer.prefix} got the activation scales {values}, but needs one positive number: calibrate again."
             )
         weight = layer.weight
         if weight.is_cuda:
-            trial = torch.linspace(-8, 8, 4 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(4, -1)
-            if not fused.by_kernel(trial, self.args, self._scale(layer), weight.dtype):
+            inputs = torch.linspace(-8, 8, 4 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(4, -1)
+            if not fused.by_kernel(inputs, self.args, self._scale(layer), weight.dtype):
                 raise ValueError(
                     "This GPU's kernel for rounded activations differs from compressed-tensors, or Triton is missing "
                     "(the warning above says which): set rollout.engine = transformers."
@@ -125,8 +135,8 @@ class Rounded(LinearMethodBase):
 
     def _scale(self, layer: torch.nn.Module) -> torch.Tensor | None:
         """Return the scale that fused linears, which have the same inputs, share."""
-        scale = getattr(layer, operation.SCALE, None)
-        return None if scale is None else scale[:1]
+        scales = getattr(layer, operation.SCALE, None)
+        return None if scales is None else scales[:1]
 
 
 def register() -> None:

@@ -1,4 +1,10 @@
-"""What vLLM can run on this machine, checked before a weight is read or a worker started, and its share of memory."""
+"""What vLLM can run on this machine, checked before a weight is read or a worker started, and its share of memory.
+
+vLLM says that it lacks a kernel minutes after its start, in a traceback of its worker, or not at all: some kernels
+run a scheme in another way than its format says. `check_runs` and `check_format` refuse the first before the start;
+`departs` describes the second from the names of the kernels that vLLM chose. Most of the file is therefore one table,
+written as conditions: scheme and machine → what vLLM 0.31 lacks.
+"""
 
 import importlib
 from collections.abc import Iterable
@@ -13,9 +19,12 @@ from qrl.formats import kind
 # tests/benchmarks/results/schemes.md.
 _BATCH_VARIANT = "Int8ScaledMM"
 _UNROUNDED = ("Marlin", "EmulationMxfp8", "W4A16", "CPUFp8")  # kernels that multiply activations as they are
-_LEAST_SHARE = 0.01  # that must be free, where the cache has a fixed size
+_MIN_SHARE = 0.01  # of a GPU's memory that must be free, where the cache has a fixed size
+# Compute capabilities, times 10.
 _HOPPER = 90
-_FP4_UNITS = 100  # compute capability of the first GPUs that multiply 4-bit floats
+_FP4_UNITS = 100  # the first GPUs that multiply 4-bit floats
+# First five letters of a format → what vLLM's kernels for CPUs lack.
+_CPU_LACKS = {"nvfp4": "4-bit floats on a CPU", "mxfp4": "4-bit floats on a CPU", "mxfp8": "MXFP8 on a CPU"}
 
 
 def batch_invariant(kernels: Iterable[str]) -> bool:
@@ -27,16 +36,16 @@ def shares(memory: float, cache_gib: float | None) -> dict[str, Any]:
     """Return vLLM's options for a GPU's memory.
 
     Args:
-        memory: share that the engine takes, as far as it is free at the start: weights, activations and cache.
+        memory: largest share for the engine's weights, activations and cache; it must be free at the start.
         cache_gib: size of the key-value cache instead. The engine then measures nothing, so what other processes take
             and free while it starts does no harm.
     """
     if cache_gib is None:
         return {"gpu_memory_utilization": memory}
-    return {"gpu_memory_utilization": _LEAST_SHARE, "kv_cache_memory_bytes": int(cache_gib * 2**30)}
+    return {"gpu_memory_utilization": _MIN_SHARE, "kv_cache_memory_bytes": int(cache_gib * 2**30)}
 
 
-def emulated(path: Path, device: str) -> dict[str, str]:
+def emulation_options(path: Path, device: str) -> dict[str, str]:
     """Return vLLM's option for a checkpoint that rounds activations to 4-bit floats on a GPU that cannot multiply them.
 
     They are then rounded in software. vLLM's own choice, Marlin, would leave them as they are, and the cell of `nvfp4`
@@ -47,18 +56,22 @@ def emulated(path: Path, device: str) -> dict[str, str]:
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
-    return {"linear_backend": "emulation"} if capability and capability.to_int() < _FP4_UNITS else {}
+    if capability and capability.to_int() < _FP4_UNITS:
+        return {"linear_backend": "emulation"}
+    return {}
 
 
 def departs(path: Path, kernels: Iterable[str]) -> str:
     """Describe how kernels depart from a checkpoint's format; empty if they do not."""
+    rounded_to = _rounded(path)
+    if not rounded_to:
+        return ""
     kernels = sorted(kernels)
-    for values in _rounded(path):
-        rounded = f"rounded to {values}"
-        if kernel := next((name for name in kernels if any(part in name for part in _UNROUNDED)), ""):
-            return f"activations not {rounded}: the kernel here is {kernel}"
-        if any("Emulation" in name for name in kernels):
-            return f"activations {rounded} in software, products in 16 bits"
+    for kernel in kernels:
+        if any(part in kernel for part in _UNROUNDED):
+            return f"activations not rounded to {rounded_to[0]}: the kernel here is {kernel}"
+    if any("Emulation" in kernel for kernel in kernels):
+        return f"activations rounded to {rounded_to[0]} in software, products in 16 bits"
     return ""
 
 
@@ -73,10 +86,15 @@ def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
         BadInput: a kernel is missing; the sentence names it.
     """
     quantization = checkpoint.config(path).get("quantization_config")
-    if quantization and (unfit := _unfit(quantization, device, deterministic)):
+    if not quantization:
+        return
+    reason = _unfit(quantization, device, deterministic)
+    if reason:
         unpacked = ", evaluate.unpacked=true" if kind.of_weights_alone(quantization) else ""
-        advice = f"choose another scheme or machine{unpacked}, or evaluate.engine=transformers"
-        raise BadInput(f"{path} is stored as {quantization['quant_method']}, {unfit}; {advice}.")
+        raise BadInput(
+            f"{path} is stored as {quantization['quant_method']}, {reason}; choose another scheme or machine"
+            f"{unpacked}, or evaluate.engine=transformers."
+        )
 
 
 def check_format(quantization: dict, device: str) -> None:
@@ -85,14 +103,18 @@ def check_format(quantization: dict, device: str) -> None:
     Raises:
         BadInput: a kernel is missing; the sentence names it.
     """
-    if unfit := _unfit(quantization, device, deterministic=False):
-        stored = f"The rollout engine would hold {quantization['format']} weights, {unfit}"
-        raise BadInput(f"{stored}; set rollout.quantization = none, which simulates the format.")
+    reason = _unfit(quantization, device, deterministic=False)
+    if reason:
+        raise BadInput(
+            f"The rollout engine would hold {quantization['format']} weights, {reason}; set rollout.quantization = "
+            "none, which simulates the format."
+        )
 
 
 def _unfit(quantization: dict, device: str, deterministic: bool) -> str:
     """Return a clause that says what vLLM lacks here; empty if nothing is known to be missing."""
-    if not (missing := _missing(quantization, device, deterministic)):
+    missing = _missing(quantization, device, deterministic)
+    if not missing:
         return ""
     import vllm
 
@@ -108,55 +130,65 @@ def _missing(quantization: dict, device: str, deterministic: bool) -> str:
     load_general_plugins()
     method = quantization["quant_method"]
     if method not in methods.QUANTIZATION_METHODS:
-        return f"it knows no {method}" + (" without vllm-bnb-plugin" if method == "bitsandbytes" else "")
+        plugin = " without vllm-bnb-plugin" if method == "bitsandbytes" else ""
+        return f"it knows no {method}{plugin}"
     groups = list((quantization.get("config_groups") or {}).values())
-    widths = {group["weights"]["num_bits"] for group in groups if group["weights"]["type"] == "int"}
-    if few := widths - {4, 8}:
-        return f"it has no kernel for {min(few)}-bit integers"
+    integer_bits = {group["weights"]["num_bits"] for group in groups if group["weights"]["type"] == "int"}
+    unsupported_bits = integer_bits - {4, 8}
+    if unsupported_bits:
+        return f"it has no kernel for {min(unsupported_bits)}-bit integers"
+
+    # A group without a format of its own has the checkpoint's.
     groups = [group | {"format": group.get("format") or quantization.get("format") or ""} for group in groups]
     if device == "cpu":
         return _missing_on_cpu(method, groups)
     return _missing_on_gpu(methods.get_quantization_config(method).get_min_capability(), groups, deterministic)
 
 
-def _missing_on_gpu(least: int, groups: list[dict], deterministic: bool) -> str:
+def _missing_on_gpu(min_capability: int, groups: list[dict], deterministic: bool) -> str:
     from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
-    if capability and capability.to_int() < least:
-        return f"it needs compute capability {least / 10:.1f}, and this GPU has {capability.to_int() / 10:.1f}"
+    if capability and capability.to_int() < min_capability:
+        return f"it needs compute capability {min_capability / 10:.1f}, and this GPU has {capability.to_int() / 10:.1f}"
     weights_only = [group for group in groups if not group.get("input_activations")]
     if capability and capability.to_int() != _HOPPER and any(map(_is_w4afp8, groups)):
         return "it multiplies 4-bit integers by FP8 on Hopper alone (compute capability 9.0)"
     if deterministic and any(group["format"].startswith("nvfp4") for group in weights_only):
-        rounding = "its batch-invariant kernels for NVFP4 round activations, which this scheme does not"
-        return f"{rounding} (without evaluate.deterministic it runs)"
+        return (
+            "its batch-invariant kernels for NVFP4 round activations, which this scheme does not "
+            "(without evaluate.deterministic it runs)"
+        )
     return ""
 
 
 def _is_w4afp8(group: dict) -> bool:
-    return group["weights"]["type"] == "int" and (group.get("input_activations") or {}).get("type") == "float"
-
-
-def _unrun_on_cpu(group: dict) -> str:
-    import torch
-
-    floats = {"nvfp4": "4-bit floats on a CPU", "mxfp4": "4-bit floats on a CPU", "mxfp8": "MXFP8 on a CPU"}
-    if group["weights"].get("strategy") == "block" and not torch.cpu._is_amx_tile_supported():
-        return "FP8 in blocks on a CPU without AMX"
-    return "4-bit integers with FP8 activations on a CPU" if _is_w4afp8(group) else floats.get(group["format"][:5], "")
+    activations = group.get("input_activations") or {}
+    return group["weights"]["type"] == "int" and activations.get("type") == "float"
 
 
 def _missing_on_cpu(method: str, groups: list[dict]) -> str:
     import torch
 
     importlib.import_module("vllm._custom_ops")  # loads the kernels of this CPU
-    if lacking := next(filter(None, map(_unrun_on_cpu, groups)), ""):
-        return f"it has no kernel for {lacking}"
+    for group in groups:
+        missing_kernel = _missing_cpu_kernel(group)
+        if missing_kernel:
+            return f"it has no kernel for {missing_kernel}"
     weights_only = [group["weights"] for group in groups if not group.get("input_activations")]
     bits = [weights["num_bits"] for weights in weights_only if weights["type"] == "int"]
-    if any(each > 4 for each in bits):
+    if bits and max(bits) > 4:
         return "it has no kernel for 8-bit weights with full-precision activations on a CPU"
     if (bits or method == "awq") and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
         return "its build has no kernel for 4-bit integers on this CPU (cpu_gemm_wna16)"
     return ""
+
+
+def _missing_cpu_kernel(group: dict) -> str:
+    import torch
+
+    if group["weights"].get("strategy") == "block" and not torch.cpu._is_amx_tile_supported():
+        return "FP8 in blocks on a CPU without AMX"
+    if _is_w4afp8(group):
+        return "4-bit integers with FP8 activations on a CPU"
+    return _CPU_LACKS.get(group["format"][:5], "")

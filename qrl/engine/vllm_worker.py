@@ -1,4 +1,8 @@
-"""What vLLM's process gets from us: it ends with the process that started it, and is quiet."""
+"""Imported by vLLM's worker process: let it end with the process that started it, and silence bitsandbytes.
+
+vLLM imports the module of `worker_extension_cls` in every worker before it loads a model. That import is the only
+place where code of ours runs in a spawned worker; the class itself is empty.
+"""
 
 import logging
 import multiprocessing
@@ -7,7 +11,8 @@ from qrl import process
 
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # INT8 warns at every matrix product: 112 lines a token
 
-if parent := multiprocessing.parent_process():  # None: the engine runs in the command's own process
+parent = multiprocessing.parent_process()
+if parent is not None:  # None: the engine runs in the command's own process
     process.die_with_parent(parent.pid or 0)
 
 

@@ -19,14 +19,17 @@ def check_kv(schemes: Iterable[str], engine: str) -> None:
 
 
 def check_gpus(count: int, engine: str, device: str, gpus: int | None = None) -> None:
-    """Raise BadInput if engine and machine, or one with `gpus`, lack what `evaluate.tensor_parallel` asks for."""
+    """Raise BadInput if engine and machine, or one with `gpus`, lack what `evaluate.tensor_parallel` requires."""
     if count == 1:
         return
-    wanted = f"evaluate.tensor_parallel = {count}"
+    setting = f"evaluate.tensor_parallel = {count}"
     if engine != "vllm":
-        raise BadInput(f"{wanted} divides a model's weights under vLLM, but the engine is {engine}: choose vllm, or 1.")
-    if (there := devices.gpus(device) if gpus is None else gpus) < count:
-        raise BadInput(f"{wanted} needs {count} GPUs, but this machine has {there} for device {device}: lower it.")
+        raise BadInput(
+            f"{setting} divides a model's weights under vLLM, but the engine is {engine}: choose vllm, or 1."
+        )
+    available = devices.gpus(device) if gpus is None else gpus
+    if available < count:
+        raise BadInput(f"{setting} needs {count} GPUs, but this machine has {available} for device {device}: lower it.")
 
 
 def kv_schemes(recipe: Recipe) -> list[str]:
@@ -35,11 +38,11 @@ def kv_schemes(recipe: Recipe) -> list[str]:
     Raises:
         BadInput: the engine is not vLLM, or the study does not make the scheme.
     """
-    made = (names.FULL, *recipe.quantize.schemes)
+    study_schemes = (names.FULL, *recipe.quantize.schemes)
     for scheme in recipe.evaluate.kv_fp8:
-        if scheme not in made:
+        if scheme not in study_schemes:
             raise BadInput(
-                f"evaluate.kv_fp8 names {scheme}, but the study makes {', '.join(made)}: name some of these."
+                f"evaluate.kv_fp8 names {scheme}, but the study makes {', '.join(study_schemes)}: name some of these."
             )
     schemes = [f"{scheme}{names.KV_FP8}" for scheme in recipe.evaluate.kv_fp8]
     check_kv(schemes, recipe.evaluate.engine)
@@ -49,13 +52,14 @@ def kv_schemes(recipe: Recipe) -> list[str]:
 def unheeded(settings: Evaluate) -> list[str]:
     """Return a sentence for each setting that has no effect."""
     sentences = []
-    if settings.samples == 1 and settings.temperature != Evaluate.model_fields["temperature"].default:
-        what = f"evaluate.temperature = {settings.temperature:g} means nothing with evaluate.samples = 1"
-        sentences.append(f"{what}: a single answer is greedy, only several are sampled.")
+    default_temperature = Evaluate.model_fields["temperature"].default
+    if settings.samples == 1 and settings.temperature != default_temperature:
+        setting = f"evaluate.temperature = {settings.temperature:g} means nothing with evaluate.samples = 1"
+        sentences.append(f"{setting}: a single answer is greedy, only several are sampled.")
     if settings.deterministic and settings.engine != "vllm":
-        what = f"evaluate.deterministic means nothing with evaluate.engine = {settings.engine}"
-        sentences.append(f"{what}: it selects vLLM's kernels.")
+        setting = f"evaluate.deterministic means nothing with evaluate.engine = {settings.engine}"
+        sentences.append(f"{setting}: it selects vLLM's kernels.")
     if settings.unpacked and settings.engine != "vllm":
-        what = f"evaluate.unpacked means nothing with evaluate.engine = {settings.engine}"
-        sentences.append(f"{what}: it always unpacks weights.")
+        setting = f"evaluate.unpacked means nothing with evaluate.engine = {settings.engine}"
+        sentences.append(f"{setting}: it always unpacks weights.")
     return sentences

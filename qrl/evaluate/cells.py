@@ -66,9 +66,11 @@ class Engines(AbstractContextManager):
         from qrl.engine import vllm
 
         built_for = (device, dtype, settings)
-        if self._engine is None or self._built_for != built_for or not self._engine.reload(path):
+        can_reload = self._engine is not None and self._built_for == built_for
+        if not (can_reload and self._engine.reload(path)):
             self.close()
-            self._engine, self._built_for = vllm.Vllm(path, device, dtype, **settings), built_for
+            self._engine = vllm.Vllm(path, device, dtype, **settings)
+            self._built_for = built_for
         try:
             yield self._engine
         except BaseException:
@@ -80,7 +82,8 @@ class Engines(AbstractContextManager):
 
     def close(self) -> None:
         """Stop the engine, if there is one."""
-        engine, self._engine = self._engine, None
+        engine = self._engine
+        self._engine = None  # first: an engine that fails to close is not asked again
         if engine is not None:
             engine.close()
 
@@ -109,39 +112,70 @@ def ask(
     Returns:
         N × S rows in the order of `questions`, the samples of a question together, and the decoding speed.
     """
-    settings, tokens, samples = recipe.evaluate, hf.tokenizer(cell.path), recipe.evaluate.samples
-    template = prompt.of(recipe)
-    rendered = _rendered(cell.path, tokens, questions, template, render)
-    prompts = [ids for prompt_ids in rendered for ids in [prompt_ids] * samples]
-    check_lengths(cell.path, questions, prompts[::samples])
-    repeated = [question for question in questions for _ in range(samples)]
-    texts = _references(questions, prompts[::samples], tokens, cell.path) if settings.perplexity else {}
-    longest = max(map(len, prompts)) + settings.max_new_tokens
-    longest = max([longest, *(len(prompts[i * samples]) + len(text) + 1 for i, text in texts.items())])
-    with (
-        nullcontext(engines) if engines else Engines() as kept,
-        _opened(cell, recipe, device, longest, kept) as (generate, score, computed_in, receipt),
-    ):
-        generate(prompts[: settings.batch_size], max_new_tokens=2)  # warm-up: libraries initialize themselves
-        began = time.perf_counter()
-        drawn = {"temperature": settings.temperature if samples > 1 else 0.0, "seed": recipe.seed}
-        completions = generate(prompts, max_new_tokens=settings.max_new_tokens, **drawn, progress=progress)
-        seconds = time.perf_counter() - began  # decoding alone, without loading
-        scores = score([prompts[i * samples] for i in texts], list(texts.values())) if texts else []
-    written = (f"{completion.raw}\0{completion.finish_reason}\0" for completion in completions)
-    receipt["completions"] = sha256("".join(written).encode()).hexdigest()  # equal if a run repeats exactly
-    labels = {"variant": cell.variant, "scheme": cell.scheme, "dtype": computed_in}
-    frame = graded(labels, repeated, completions, recipe.task, tokens)
-    if texts:
-        of_question = dict(zip(texts, scores, strict=True))
-        frame[names.REFERENCE_LOGPROB] = [of_question.get(number // samples) for number in range(len(frame))]
+    settings = recipe.evaluate
+    samples = settings.samples
+    tokens = hf.tokenizer(cell.path)
+    question_prompts = _rendered(cell.path, tokens, questions, prompt.of(recipe), render)
+    check_lengths(cell.path, questions, question_prompts)
+
+    # A row per sample: each question and its prompt are repeated, the samples of a question together.
+    prompts = _repeated(question_prompts, samples)
+    repeated_questions = _repeated(questions, samples)
+    references: dict[int, list[int]] = {}
+    if settings.perplexity:
+        references = _references(questions, question_prompts, tokens, cell.path)
+
+    window = max(map(len, question_prompts)) + settings.max_new_tokens
+    for index, ids in references.items():
+        window = max(window, len(question_prompts[index]) + len(ids) + 1)
+
+    # The caller's engines stay open for its next cell; without any, this cell's is stopped.
+    engines_context = nullcontext(engines) if engines else Engines()
+    with engines_context as open_engines, _opened(cell, recipe, device, window, open_engines) as engine:
+        engine.generate(prompts[: settings.batch_size], max_new_tokens=2)  # warm-up: libraries initialize themselves
+        start = time.perf_counter()
+        completions = engine.generate(
+            prompts,
+            max_new_tokens=settings.max_new_tokens,
+            temperature=settings.temperature if samples > 1 else 0.0,
+            seed=recipe.seed,
+            progress=progress,
+        )
+        seconds = time.perf_counter() - start  # decoding alone, without loading
+        scores = []
+        if references:
+            reference_prompts = [question_prompts[index] for index in references]
+            scores = engine.log_likelihoods(reference_prompts, list(references.values()))
+
+    labels = {"variant": cell.variant, "scheme": cell.scheme, "dtype": engine.dtype}
+    frame = graded(labels, repeated_questions, completions, recipe.task, tokens)
+    if references:
+        score_of = dict(zip(references, scores, strict=True))
+        frame[names.REFERENCE_LOGPROB] = [score_of.get(row // samples) for row in range(len(frame))]
     if samples > 1:
-        frame["sample"] = [number % samples for number in range(len(frame))]
+        frame["sample"] = [row % samples for row in range(len(frame))]
+    receipt = engine.receipt | {"completions": _digest(completions)}
     generated = sum(completion.n_tokens for completion in completions)
-    return Asked(frame, generated / seconds, computed_in, receipt)
+    return Asked(frame, generated / seconds, engine.dtype, receipt)
 
 
-_last: dict[tuple, list[list[int]]] = {}  # the prompts of the last cell, by what they depend on
+def _repeated(items: Sequence[Any], times: int) -> list[Any]:
+    """Return each item several times, the copies together."""
+    result = []
+    for item in items:
+        result += [item] * times
+    return result
+
+
+def _digest(completions: Sequence[hf.Completion]) -> str:
+    """Return the sha256 over completions and how they ended; it is equal if a run repeats exactly."""
+    total = sha256()
+    for completion in completions:
+        total.update(f"{completion.raw}\0{completion.finish_reason}\0".encode())
+    return total.hexdigest()
+
+
+_last_prompts: dict[tuple, list[list[int]]] = {}  # the prompts of the last cell, by what they depend on
 
 
 def _rendered(path: Path, tokens: Any, questions: Sequence, template: Any, render: Callable) -> list[list[int]]:
@@ -150,15 +184,15 @@ def _rendered(path: Path, tokens: Any, questions: Sequence, template: Any, rende
     A template is rendered in another process: two seconds for 4,000 questions, which a small model on a GPU answers in
     ten.
     """
-    files = ((name, sha256((path / name).read_bytes()).hexdigest()) for name in checkpoint.text_files(path))
+    files = [(name, sha256((path / name).read_bytes()).hexdigest()) for name in checkpoint.text_files(path)]
     config = checkpoint.config(path)  # transformers chooses a tokenizer's class by it
-    of_class = tuple(str(config.get(key)) for key in ("model_type", "tokenizer_class", "transformers_version"))
+    tokenizer_class = tuple(str(config.get(key)) for key in ("model_type", "tokenizer_class", "transformers_version"))
     texts = tuple(question.question for question in questions)
-    key = (tuple(files), of_class, prompt.template_hash(template), texts, render)
-    if key not in _last:
-        _last.clear()
-        _last[key] = [render(tokens, text, template) for text in texts]
-    return _last[key]
+    key = (tuple(files), tokenizer_class, prompt.template_hash(template), texts, render)
+    if key not in _last_prompts:
+        _last_prompts.clear()
+        _last_prompts[key] = [render(tokens, text, template) for text in texts]
+    return _last_prompts[key]
 
 
 def graded(labels: dict, questions: Sequence, completions: Sequence, task: str, tokens: Any) -> pd.DataFrame:
@@ -173,12 +207,14 @@ def graded(labels: dict, questions: Sequence, completions: Sequence, task: str, 
     """
     import pandas as pd
 
-    texts, answers = [completion.text for completion in completions], [question.answer for question in questions]
+    texts = [completion.text for completion in completions]
+    answers = [question.answer for question in questions]
     verdicts = tasks.grade_many(task, texts, answers)
     markers = [token for token in tokens.all_special_tokens if token]
-    return pd.DataFrame(
-        [labels | _row(task, markers, *answer) for answer in zip(questions, completions, verdicts, strict=True)]
-    )
+    rows = []
+    for question, completion, verdict in zip(questions, completions, verdicts, strict=True):
+        rows.append(labels | _row(task, markers, question, completion, verdict))
+    return pd.DataFrame(rows)
 
 
 def check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
@@ -195,47 +231,82 @@ def check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
 def _references(
     questions: Sequence[tasks.Question], prompts: Sequence[Sequence[int]], tokens: Any, path: Path
 ) -> dict[int, list[int]]:
-    """Return place of the question → token ids of its worked solution and the end token, which follow its prompt.
+    """Return index of a question → token ids of its worked solution and the end token, which follow its prompt.
 
     A question is left out if its solution is no more than the answer, or too long for the model's positions.
     """
     positions = checkpoint.positions(path) or float("inf")
-    solutions = {}
-    for place, (question, prompt_ids) in enumerate(zip(questions, prompts, strict=True)):
-        worked = question.solution.strip()
-        if worked not in ("", question.answer, f"#### {question.answer}", f"\\boxed{{{question.answer}}}"):
-            ids = tokens(question.solution + (tokens.eos_token or ""), add_special_tokens=False)["input_ids"]
-            if len(prompt_ids) + len(ids) < positions:
-                solutions[place] = ids
-    return solutions
+    references = {}
+    for index, (question, prompt_ids) in enumerate(zip(questions, prompts, strict=True)):
+        bare_answers = ("", question.answer, f"#### {question.answer}", f"\\boxed{{{question.answer}}}")
+        if question.solution.strip() in bare_answers:
+            continue
+        ids = tokens(question.solution + (tokens.eos_token or ""), add_special_tokens=False)["input_ids"]
+        if len(prompt_ids) + len(ids) < positions:
+            references[index] = ids
+    return references
+
+
+@dataclass(frozen=True)
+class _LoadedEngine:
+    """What an evaluation needs of an engine with a checkpoint's weights."""
+
+    generate: Callable  # prompts → completions
+    log_likelihoods: Callable  # prompts, token ids that follow them → nats a token
+    dtype: str  # of activations
+    receipt: dict[str, Any]  # engine, version and settings
 
 
 @contextmanager
-def _opened(
-    cell: Cell, recipe: Recipe, device: str, longest: int, engines: Engines
-) -> Iterator[tuple[Callable, Callable, str, dict]]:
-    """Yield a loaded engine's `generate` and `log_likelihoods`, the dtype of its activations, and its receipt."""
-    path, settings, batch_size = cell.path, recipe.evaluate, recipe.evaluate.batch_size
-    if settings.engine != hf.NAME:
-        sizes = {"max_tokens": longest, "sequences": batch_size, "memory": settings.gpu_memory_utilization}
-        sizes |= {"cache_gib": settings.kv_cache_gib, "gpus": settings.tensor_parallel}
-        options = {"deterministic": settings.deterministic, "seed": recipe.seed, "compiled": settings.compile}
-        options |= {"kv_fp8": cell.scheme.endswith(names.KV_FP8)}
-        with (
-            _loadable(path, recipe, device) as folder,
-            engines.open(folder, device, settings.dtype, **sizes, **options) as loaded,
-        ):
-            receipt = loaded.receipt() | ({} if folder == path else {"unpacked": True})
-            yield loaded.generate, loaded.log_likelihoods, loaded.dtype, receipt
+def _opened(cell: Cell, recipe: Recipe, device: str, window: int, engines: Engines) -> Iterator[_LoadedEngine]:
+    """Yield the engine of the recipe with a cell's weights.
+
+    Args:
+        window: tokens of the longest prompt with its answer.
+        engines: keeps vLLM's engine.
+    """
+    if recipe.evaluate.engine == hf.NAME:
+        yield _transformers_engine(cell.path, recipe, device)
         return
+    settings = recipe.evaluate
+    options = {
+        "max_tokens": window,
+        "sequences": settings.batch_size,
+        "memory": settings.gpu_memory_utilization,
+        "cache_gib": settings.kv_cache_gib,
+        "gpus": settings.tensor_parallel,
+        "deterministic": settings.deterministic,
+        "seed": recipe.seed,
+        "compiled": settings.compile,
+        "kv_fp8": cell.scheme.endswith(names.KV_FP8),
+    }
+    with (
+        _loadable(cell.path, recipe, device) as folder,
+        engines.open(folder, device, settings.dtype, **options) as engine,
+    ):
+        receipt = engine.receipt()
+        if folder != cell.path:
+            receipt = receipt | {"unpacked": True}
+        yield _LoadedEngine(engine.generate, engine.log_likelihoods, engine.dtype, receipt)
+
+
+def _transformers_engine(path: Path, recipe: Recipe, device: str) -> _LoadedEngine:
+    """Load a checkpoint with transformers."""
     import transformers
 
+    settings = recipe.evaluate
     model, tokens = hf.load(path, device, devices.compute_dtype(settings.dtype, device))
     receipt = {"engine": f"{hf.NAME} {transformers.__version__}", "attention": model.config._attn_implementation}
-    receipt |= {"simulated": departs} if (departs := hf.simulated(path, device)) else {}
-    generate = partial(hf.generate, model, tokens, batch_size=batch_size)
-    score = partial(hf.log_likelihoods, model, batch_size=batch_size)
-    yield generate, score, str(model.dtype).removeprefix("torch."), receipt | {"batch_size": batch_size}
+    simulated = hf.simulated(path, device)
+    if simulated:
+        receipt["simulated"] = simulated
+    receipt["batch_size"] = settings.batch_size
+    return _LoadedEngine(
+        generate=partial(hf.generate, model, tokens, batch_size=settings.batch_size),
+        log_likelihoods=partial(hf.log_likelihoods, model, batch_size=settings.batch_size),
+        dtype=str(model.dtype).removeprefix("torch."),
+        receipt=receipt,
+    )
 
 
 @contextmanager
@@ -255,7 +326,7 @@ def _is_unpacked(path: Path, recipe: Recipe) -> bool:
 
 
 def engine_of(path: Path, scheme: str, recipe: Recipe) -> tuple[bool, bool]:
-    """Return a sort key that puts cells which one engine can answer beside each other: (FP8 cache?, packed?)."""
+    """Return a sort key that groups the cells which one engine can answer: (FP8 cache?, packed weights?)."""
     packed = "quantization_config" in checkpoint.config(path) and not _is_unpacked(path, recipe)
     return scheme.endswith(names.KV_FP8), packed
 
@@ -263,9 +334,8 @@ def engine_of(path: Path, scheme: str, recipe: Recipe) -> tuple[bool, bool]:
 def _row(
     task: str, markers: list[str], question: tasks.Question, completion: hf.Completion, verdict: tasks.Verdict
 ) -> dict:
-    groups = {"subject": question.subject, "level": question.level}
     reached = False if verdict.strict else tasks.stated_before(task, completion.text, question)
-    return {
+    row = {
         "question": question.id,
         "correct": int(verdict.strict),
         "correct_flexible": int(verdict.flexible),
@@ -278,4 +348,10 @@ def _row(
         "fault": verdict.fault,
         "reached": None if reached is None else int(reached),
         names.QUESTION_TEXT: question.question,
-    } | {name: value for name, value in groups.items() if value is not None}
+    }
+    # Tables have a column of subjects or levels only if the questions have them.
+    if question.subject is not None:
+        row["subject"] = question.subject
+    if question.level is not None:
+        row["level"] = question.level
+    return row

@@ -22,15 +22,18 @@ def markdown(frame: pd.DataFrame) -> str:
     Returns:
         Markdown; empty if no question has a subject or level.
     """
-    kinds = [kind for kind in ("subject", "level") if kind in frame and frame[kind].notna().any()]
-    return "\n".join(line for kind in kinds for line in (f"## By {kind}", "", *_table(frame, kind), ""))
+    lines: list[str] = []
+    for kind in ("subject", "level"):
+        if kind in frame and frame[kind].notna().any():
+            lines += [f"## By {kind}", "", *_table(frame, kind), ""]
+    return "\n".join(lines)
 
 
 def _table(frame: pd.DataFrame, kind: str) -> list[str]:
-    known = frame[frame[kind].notna()]
-    groups = sorted(known[kind].unique())
+    grouped = frame[frame[kind].notna()]
+    groups = sorted(grouped[kind].unique())
     columns = {kind: [f"{group:g}" if kind == "level" else group for group in groups]}
-    for (variant, scheme), rows in known.groupby(["variant", "scheme"], sort=False):
+    for (variant, scheme), rows in grouped.groupby(["variant", "scheme"], sort=False):
         name = names.cell_name(variant, names.shown(scheme, rows.get(names.DTYPE, ())))
         columns[name] = [_rate(rows[rows[kind] == group]) for group in groups]
     return table(columns, zip(*columns.values(), strict=True))

@@ -1,4 +1,4 @@
-"""Whether a cell's answers are healthy: in the first study every answer was cut off, and nothing stopped it.
+"""Whether a cell's answers are healthy: in the first study every answer was cut off, and no check stopped it.
 
 A limit counts as broken if the 95 % interval of the rate excludes it, so that one answer of 32 breaks none. At full
 precision a broken limit voids the cell: prompt, template or length is wrong. If a variant is healthy at full precision
@@ -32,29 +32,45 @@ _NO_VERDICT = "expressions that the grader cannot evaluate, from weights damaged
 class Limit:
     """A rate of answers, and the recipe's limit for it."""
 
-    setting: str  # its name in the recipe; `min_…` is a least rate
+    setting: str  # its name in the recipe: `min_…` for a lowest rate, `max_…` for a highest
     cause: str  # the likely one, if it is broken
-    bad: str  # what its answers are, after "16 %"
-    is_bad: Callable[[pd.DataFrame], pd.Series]  # which rows these are
-    of_good: bool = False  # the rate is that of the other answers
+    bad: str  # what the bad answers are called, after "16 %"
+    is_bad: Callable[[pd.DataFrame], pd.Series]  # which rows they are
+    of_good: bool = False  # the rate is that of the good answers, and the limit its lowest value
+
+    def excluded_by(self, rate: stats.Estimate, limit: float) -> bool:
+        """Return whether the 95 % interval of a rate is wholly on the wrong side of the limit."""
+        if self.of_good:
+            return rate.high < limit
+        return rate.low > limit
+
+    def bad_share(self, rate: float) -> float:
+        """Return the share of bad answers of a rate, which may be that of the good ones."""
+        return 1 - rate if self.of_good else rate
 
 
 def _unfinished(frame: pd.DataFrame) -> pd.Series:
     return frame["finish_reason"] != "stop"
 
 
+def _unreadable(frame: pd.DataFrame) -> pd.Series:
+    return frame["parsed"].isna()
+
+
+def _leaked(frame: pd.DataFrame) -> pd.Series:
+    return frame["leaked"] == 1
+
+
+def _beyond_grader(frame: pd.DataFrame) -> pd.Series:
+    return frame["fault"].notna()
+
+
 LIMITS = {  # metric → its limit
     names.EOS_RATE: Limit("min_eos_rate", _NO_END, "unfinished", _unfinished, of_good=True),
     names.TRUNCATION_RATE: Limit("max_truncation_rate", _TOO_LONG, "unfinished", _unfinished),
-    names.PARSE_RATE: Limit(
-        "min_parse_rate", _NO_FORMAT, "unreadable", lambda frame: frame["parsed"].isna(), of_good=True
-    ),
-    names.PROMPT_LEAK_RATE: Limit(
-        "max_prompt_leak_rate", _NO_END, "gone on with a new prompt", lambda frame: frame["leaked"] == 1
-    ),
-    names.GRADER_FAULT_RATE: Limit(
-        "max_grader_fault_rate", _NO_VERDICT, "beyond the grader", lambda frame: frame["fault"].notna()
-    ),
+    names.PARSE_RATE: Limit("min_parse_rate", _NO_FORMAT, "unreadable", _unreadable, of_good=True),
+    names.PROMPT_LEAK_RATE: Limit("max_prompt_leak_rate", _NO_END, "gone on with a new prompt", _leaked),
+    names.GRADER_FAULT_RATE: Limit("max_grader_fault_rate", _NO_VERDICT, "beyond the grader", _beyond_grader),
 }
 
 
@@ -80,13 +96,12 @@ def broken(metrics: Mapping[str, float], settings: Evaluate, n: int) -> list[str
         settings: the recipe's, with the limits.
         n: answers that the rates are of.
     """
-    beyond = []
+    broken_metrics = []
     for metric, limit in LIMITS.items():
-        allowed = getattr(settings, limit.setting)
-        known = stats.accuracy(round(metrics[metric] * n), n)
-        if known.high < allowed if limit.of_good else known.low > allowed:
-            beyond.append(metric)
-    return beyond
+        rate = stats.accuracy(round(metrics[metric] * n), n)
+        if limit.excluded_by(rate, getattr(settings, limit.setting)):
+            broken_metrics.append(metric)
+    return broken_metrics
 
 
 def problems(metrics: Mapping[str, float], settings: Evaluate, n: int) -> list[str]:
@@ -95,25 +110,26 @@ def problems(metrics: Mapping[str, float], settings: Evaluate, n: int) -> list[s
     for metric in broken(metrics, settings, n):
         limit = LIMITS[metric]
         side = "below" if limit.of_good else "above"
-        allowed = f"{side} the limit evaluate.{limit.setting} = {getattr(settings, limit.setting):g}"
+        setting = f"evaluate.{limit.setting} = {getattr(settings, limit.setting):g}"
         rate = f"{metric} is {metrics[metric]:.3f} (n = {n})"
-        sentences.append(f"{rate}, and its 95 % interval is {allowed}; likely cause: {limit.cause}.")
+        sentences.append(f"{rate}, and its 95 % interval is {side} the limit {setting}; likely cause: {limit.cause}.")
     return sentences
 
 
-def note(metrics: Mapping[str, float], full: Mapping[str, float], beyond: list[str]) -> str:
+def note(metrics: Mapping[str, float], full: Mapping[str, float], broken_metrics: list[str]) -> str:
     """Return what quantization did to a cell's answers: `16 % unfinished, 3 % at full precision`.
 
     Args:
         metrics: of the quantized cell, as `rates` returns them.
         full: of the same variant at full precision.
-        beyond: the metrics whose limits the cell breaks.
+        broken_metrics: the metrics whose limits the cell breaks.
     """
     phrases = []
-    for metric in beyond:
+    for metric in broken_metrics:
         limit = LIMITS[metric]
-        here, there = (1 - values[metric] if limit.of_good else values[metric] for values in (metrics, full))
-        phrases.append(f"{percent(here)} {limit.bad}, {percent(there)} at full precision")
+        share = percent(limit.bad_share(metrics[metric]))
+        share_at_full = percent(limit.bad_share(full[metric]))
+        phrases.append(f"{share} {limit.bad}, {share_at_full} at full precision")
     return "; ".join(dict.fromkeys(phrases))  # end tokens and cut answers are the same answers
 
 
@@ -122,8 +138,8 @@ def marked(frame: pd.DataFrame, note: str) -> pd.DataFrame:
 
     The grader's own verdict is kept in a column, so that other limits can judge the answers again.
     """
-    counted = frame["correct"].where(~_unfinished(frame), 0)
-    return frame.assign(**{names.GRADED: frame["correct"], "correct": counted, names.UNHEALTHY: note})
+    correct = frame["correct"].where(~_unfinished(frame), 0)
+    return frame.assign(**{names.GRADED: frame["correct"], "correct": correct, names.UNHEALTHY: note})
 
 
 def unmarked(frame: pd.DataFrame) -> pd.DataFrame:
@@ -133,20 +149,20 @@ def unmarked(frame: pd.DataFrame) -> pd.DataFrame:
     return frame.assign(correct=frame[names.GRADED]).drop(columns=[names.GRADED, names.UNHEALTHY])
 
 
-def breaking(frame: pd.DataFrame, beyond: list[str]) -> list[str]:
+def breaking(frame: pd.DataFrame, broken_metrics: list[str]) -> list[str]:
     """Return answers that broke limits as lines for the terminal: two for each limit, fewer where one broke several.
 
     Args:
         frame: a row per answer, as `cells.graded` returns it.
-        beyond: the metrics whose limits are broken.
+        broken_metrics: the metrics whose limits are broken.
     """
-    chosen: list[int] = []
-    for metric in beyond:
-        bad = [place for place, is_bad in enumerate(LIMITS[metric].is_bad(frame)) if is_bad]
-        lacking = SHOWN - len(set(chosen).intersection(bad))
-        further = [place for place in bad if place not in chosen]
-        chosen += further[: max(0, lacking)]
-    return [_line(row) for row in frame.iloc[chosen].to_dict("records")]
+    selected: list[int] = []
+    for metric in broken_metrics:
+        bad = [index for index, is_bad in enumerate(LIMITS[metric].is_bad(frame)) if is_bad]
+        already_shown = len(set(selected).intersection(bad))
+        new = [index for index in bad if index not in selected]
+        selected += new[: max(0, SHOWN - already_shown)]
+    return [_line(row) for row in frame.iloc[selected].to_dict("records")]
 
 
 def answers(frame: pd.DataFrame, n: int = SHOWN) -> list[str]:
@@ -157,9 +173,10 @@ def answers(frame: pd.DataFrame, n: int = SHOWN) -> list[str]:
         n: number of answers.
     """
     kinds = frame["correct"] + frame["parsed"].notna()
-    first_of_each = frame.groupby(kinds).cumcount().to_frame("place").assign(kind=kinds)
-    chosen = frame.loc[first_of_each.sort_values(["place", "kind"]).index[:n]]
-    return [_line(row) for row in chosen.to_dict("records")]
+    # The first answer of each kind, then the second of each, and so on.
+    ranks = frame.groupby(kinds).cumcount().to_frame("rank").assign(kind=kinds)
+    rows = frame.loc[ranks.sort_values(["rank", "kind"]).index[:n]]
+    return [_line(row) for row in rows.to_dict("records")]
 
 
 def _line(row: dict) -> str:
@@ -170,11 +187,15 @@ def _line(row: dict) -> str:
 def _judged(row: dict) -> str:
     if row["correct"]:
         return "right"
-    return f"{'unreadable' if row['parsed'] is None else 'wrong'}, expected {row['answer']}"
+    judgement = "unreadable" if row["parsed"] is None else "wrong"
+    return f"{judgement}, expected {row['answer']}"
 
 
 def _short(answer: str, longest: int = 240) -> str:
     """Return an answer on one line, without its middle if it is long."""
-    line = " ⏎ ".join(part.strip() for part in answer.splitlines() if part.strip()) or "(empty)"
+    parts = [part.strip() for part in answer.splitlines() if part.strip()]
+    line = " ⏎ ".join(parts) or "(empty)"
+    if len(line) <= longest:
+        return line
     half = longest // 2
-    return line if len(line) <= longest else f"{line[:half]} … {line[-half:]}"
+    return f"{line[:half]} … {line[-half:]}"

@@ -16,23 +16,24 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def metrics(asked: Asked) -> dict[str, float]:
+def metrics(answers: Asked) -> dict[str, float]:
     """Return accuracy with stderr and n, pass@k, health rates, speed and grader failures of one cell, by metric name.
 
     n counts questions. With several samples, accuracy is pass@1: the mean over questions of the mean over a question's
     samples.
     """
-    frame = asked.frame
-    accuracy, right, samples = _accuracy(frame)
-    by_k = {k: stats.rate(stats.pass_at(k, right["sum"], samples)) for k in stats.every_k(samples)}
+    frame = answers.frame
+    right_counts, samples = _right_by_question(frame)
+    accuracy = _accuracy(right_counts, samples)
+    by_k = {k: stats.rate(stats.pass_at(k, right_counts, samples)) for k in stats.every_k(samples)}
     return {
         names.ACCURACY: accuracy.estimate,
         names.ACCURACY_STDERR: accuracy.stderr,
         names.ACCURACY_FLEXIBLE: float(frame["correct_flexible"].mean()),
-        names.N: float(len(right)),
-        **{names.pass_at(k): value.estimate for k, value in by_k.items()},
-        **{f"{names.pass_at(k)}_stderr": value.stderr for k, value in by_k.items()},
-        names.TOKENS_PER_S: asked.tokens_per_s,
+        names.N: float(len(right_counts)),
+        **{names.pass_at(k): rate.estimate for k, rate in by_k.items()},
+        **{f"{names.pass_at(k)}_stderr": rate.stderr for k, rate in by_k.items()},
+        names.TOKENS_PER_S: answers.tokens_per_s,
         names.GRADER_TIMEOUTS: float((frame["fault"] == "timeout").sum()),
         names.GRADER_ERRORS: float((frame["fault"] == "error").sum()),
         names.TOKENS_PER_ANSWER: float(frame["n_tokens"].mean()),
@@ -42,16 +43,17 @@ def metrics(asked: Asked) -> dict[str, float]:
     }
 
 
-def _accuracy(frame: pd.DataFrame) -> tuple[stats.Estimate, pd.DataFrame, int]:
-    """Return accuracy, right answers by question (sum), and samples a question."""
-    right = frame.groupby("question", sort=False)["correct"].agg(["sum", "size"])
-    samples = int(right["size"].iloc[0])
-    per_sample = right["sum"] / samples
-    return (
-        stats.accuracy(int(right["sum"].sum()), len(right)) if samples == 1 else stats.rate(per_sample),
-        right,
-        samples,
-    )
+def _right_by_question(frame: pd.DataFrame) -> tuple[pd.Series, int]:
+    """Return the number of right answers of each question, and how many samples a question has."""
+    by_question = frame.groupby("question", sort=False)["correct"].agg(["sum", "size"])
+    return by_question["sum"], int(by_question["size"].iloc[0])
+
+
+def _accuracy(right_counts: pd.Series, samples: int) -> stats.Estimate:
+    """Return the accuracy over questions, from what `_right_by_question` returns."""
+    if samples == 1:
+        return stats.accuracy(int(right_counts.sum()), len(right_counts))
+    return stats.rate(right_counts / samples)
 
 
 def again(frame: pd.DataFrame, limits: Mapping[str, object]) -> tuple[stats.Estimate, list[str]]:
@@ -64,16 +66,23 @@ def again(frame: pd.DataFrame, limits: Mapping[str, object]) -> tuple[stats.Esti
     Raises:
         BadInput: the rows lack what health is read from.
     """
-    needed = ["question", "correct", "parsed", "finish_reason", "leaked"]
-    if lacking := [column for column in needed if column not in frame] + ["a row"] * frame.empty:
-        raise BadInput(f"The rows of the cell have no {', '.join(lacking)}: evaluate it again.")
-    known = {limit.setting: limits[limit.setting] for limit in health.LIMITS.values() if limit.setting in limits}
-    shown = health.rates(frame if "fault" in frame else frame.assign(fault=None))
-    return _accuracy(frame)[0], health.problems(shown, Evaluate.model_validate(known), len(frame))
+    required = ["question", "correct", "parsed", "finish_reason", "leaked"]
+    missing = [column for column in required if column not in frame]
+    if frame.empty:
+        missing.append("a row")
+    if missing:
+        raise BadInput(f"The rows of the cell have no {', '.join(missing)}: evaluate it again.")
+
+    settings = {limit.setting: limits[limit.setting] for limit in health.LIMITS.values() if limit.setting in limits}
+    rates = health.rates(frame if "fault" in frame else frame.assign(fault=None))
+    problems = health.problems(rates, Evaluate.model_validate(settings), len(frame))
+    return _accuracy(*_right_by_question(frame)), problems
 
 
 def _reached(frame: pd.DataFrame) -> dict[str, float]:
-    return {names.REACHED_RATE: float(frame["reached"].mean())} if frame["reached"].notna().all() else {}
+    if not frame["reached"].notna().all():  # a task that cannot tell
+        return {}
+    return {names.REACHED_RATE: float(frame["reached"].mean())}
 
 
 def _references(frame: pd.DataFrame) -> dict[str, float]:

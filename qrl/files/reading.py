@@ -14,9 +14,12 @@ MIB = 1 << 20
 TABLE_BYTES = 1 << 30  # of a table, a log or a file of questions, whatever the machine; a table takes 16 times its size
 MOST_FILES = 20_000  # of a folder that is searched
 
+# Control characters, and those that change the direction of text: a name with them could change what a terminal shows.
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
-def check(path: Path, most: int) -> None:
-    """Check that a path is a regular file, no folder or device, of `most` bytes at most.
+
+def check(path: Path, limit_bytes: int) -> None:
+    """Check that a path is a regular file, no folder or device, of at most `limit_bytes`.
 
     Raises:
         BadInput: it is not.
@@ -25,21 +28,21 @@ def check(path: Path, most: int) -> None:
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise BadInput(f"{path} is a folder or a device: give a file.")
-    if status.st_size > most:
-        shown = f"{most >> 20:,} MiB" if most >= MIB else f"{most:,} bytes"
-        raise BadInput(f"{path} is larger than expected ({status.st_size:,} bytes): at most {shown} are read.")
+    if status.st_size > limit_bytes:
+        limit = f"{limit_bytes >> 20:,} MiB" if limit_bytes >= MIB else f"{limit_bytes:,} bytes"
+        raise BadInput(f"{path} is larger than expected ({status.st_size:,} bytes): at most {limit} are read.")
 
 
-def content(path: Path, most: int) -> bytes:
+def content(path: Path, limit_bytes: int) -> bytes:
     """Return a file's bytes.
 
     Raises:
         BadInput: as `check`, or it cannot be read.
     """
     try:
-        check(path, most)
+        check(path, limit_bytes)
         with path.open("rb") as file:
-            return file.read(most)
+            return file.read(limit_bytes)
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}): give a file that is readable.") from None
 
@@ -49,7 +52,7 @@ def parsed(text: str | bytes, *, unique: bool = False) -> Any:
 
     Args:
         text: in UTF-8, if bytes.
-        unique: refuse an object with two equal keys, of which the library keeps the last.
+        unique: refuse an object with two equal keys; otherwise the last one counts.
 
     Raises:
         ValueError: it is no JSON, is nested too deep or has a key twice.
@@ -60,10 +63,11 @@ def parsed(text: str | bytes, *, unique: bool = False) -> Any:
         raise ValueError("it is nested hundreds deep") from None
 
 
-def check_text(what: str, text: str) -> None:
+def check_text(label: str, text: str) -> None:
     """Raise BadInput if a text has control characters, with which a name could change what a terminal shows."""
-    if control := re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text):
-        raise BadInput(f"{what} has the control character {control[0]!a}: write it without.")
+    control = _CONTROL.search(text)
+    if control:
+        raise BadInput(f"{label} has the control character {control[0]!a}: write it without.")
 
 
 def memory_bytes() -> int:
@@ -75,19 +79,20 @@ def memory_bytes() -> int:
 
 def walk(folder: Path) -> Iterator[Path]:
     """Yield the files below a folder, sorted within each folder; raise BadInput if there are more than `MOST_FILES`."""
-    seen = 0
-    for place, folders, names in os.walk(folder):
-        folders.sort()
-        seen += len(names) + len(folders)
-        if seen > MOST_FILES:
+    count = 0
+    for parent, subfolders, names in os.walk(folder):
+        subfolders.sort()
+        count += len(names) + len(subfolders)
+        if count > MOST_FILES:
             raise BadInput(f"{folder} holds more than {MOST_FILES:,} files: give the folder of what is meant alone.")
-        yield from (Path(place, name) for name in sorted(names))
+        for name in sorted(names):
+            yield Path(parent, name)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"'{twice}' is given twice")
+    fields: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in fields:
+            raise ValueError(f"'{key}' is given twice")
+        fields[key] = value
     return fields

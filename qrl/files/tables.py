@@ -1,4 +1,17 @@
-"""Tables that users bring: a frame, or parquet, CSV, JSON or JSONL in one file or in a file per cell."""
+"""Tables that users bring: a frame, or parquet, CSV, JSON or JSONL in one file or in a file per cell.
+
+There are two ways to read one. `records` and `frame` read any format whole, row by row in Python, so that an error can
+name the line. `narrow` reads a few columns of parquet files, in batches, with texts as categoricals; the long texts
+(`completion`, say) stay in the files until `Texts.take` reads those of some rows. A study with many cells and seeds has
+millions of answers, and a comparison computes with none of their texts.
+
+Files come from anyone, so what they unpack to is bounded: a parquet file of 4 kB can hold a billion values, or one long
+text in every row. That is why batches are read here with `ParquetFile.iter_batches` and not with pyarrow.dataset, which
+is faster, but unpacks whole row groups before it yields the first batch. Measured with 1.5 million rows of 0.5 kB, in
+row groups of 25,000: the columns take 1.1 s and 0.4 GB here, 0.7 s and 0.3 GB there; the texts of 1,200 rows take 4 s
+and 0.2 GB here, 1.8 s and 0.4 GB there (seconds of processor time). With row groups of a million rows, those texts take
+20 s and 1.2 GB here, 2.7 s and 1.0 GB there.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +19,7 @@ import csv
 import io
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +32,17 @@ from qrl.files import reading
 if TYPE_CHECKING:
     import pandas as pd
     import pyarrow as pa
+    from pyarrow.parquet import ParquetFile
 
 Row = tuple[str, dict[str, Any]]  # where it is, for errors, and its fields
 FORMATS = (".parquet", ".csv", ".json", ".jsonl")
-_BATCH = 1024  # rows of a parquet file that are unpacked together
-_IN_ARROW, _IN_PYTHON = 8, 50  # bytes that a value of a parquet file takes at least, of a text its number
-ROW, TEXTS = "qrl.row", "qrl.texts"  # a column: where in its files a row stands; an attribute: the files, as `Texts`
 CELL = re.compile(r"([^:=,]+):([^:=,]+)=(.+)")
+ROW = "qrl.row"  # a column of `narrow`: the number of a row, counted over all files
+TEXTS = "qrl.texts"  # an attribute of its frame: the files, as `Texts`
+_BATCH = 1024  # rows of a parquet file that are unpacked together
+# Bytes that a value of a parquet file takes at least: in pyarrow, where a text is its number, and as a Python object.
+_BYTES_IN_ARROW = 8
+_BYTES_IN_PYTHON = 50
 
 
 @dataclass(frozen=True)
@@ -39,25 +56,58 @@ class Texts:
         """Return what some rows, numbered over all files, hold of some columns; the files are read in parts."""
         import pandas as pd
 
-        wanted, parts_read, begin = np.unique(rows.to_numpy()), [], 0
+        row_numbers = np.unique(rows.to_numpy())
+        parts = []
+        file_start = 0
         for path in self.files:
             file = _parquet(path)
-            of_file = {self.columns.get(name, name): name for name in columns}
-            there = [name for name in of_file if name in file.schema_arrow.names]
-            for group in range(file.num_row_groups):
-                end = begin + file.metadata.row_group(group).num_rows
-                left, at = wanted[(wanted >= begin) & (wanted < end)], begin
-                parts = file.iter_batches(_BATCH, [group], there) if there and len(left) else ()
-                for part in parts:
-                    own = left[(left >= at) & (left < at + len(part))]
-                    taken = part.take(own - at)
-                    texts = {name: _decoded(taken.column(name)).to_pandas() for name in taken.schema.names}
-                    parts_read.append(pd.DataFrame(texts).rename(columns=of_file).set_index(own))
-                    if (at := at + len(part)) > left[-1]:
-                        break
-                begin = end
-        table = pd.concat(parts_read) if parts_read else pd.DataFrame(index=wanted)
+            of_file = row_numbers[(row_numbers >= file_start) & (row_numbers < file_start + file.metadata.num_rows)]
+            parts += self._taken(file, of_file - file_start, columns, file_start)
+            file_start += file.metadata.num_rows
+        table = pd.concat(parts) if parts else pd.DataFrame(index=row_numbers)
         return table.reindex(rows.to_numpy()).set_index(rows.index)
+
+    def _taken(
+        self, file: ParquetFile, rows: np.ndarray, columns: Sequence[str], file_start: int
+    ) -> Iterator[pd.DataFrame]:
+        """Yield some rows of a file in parts, indexed by their numbers over all files.
+
+        Args:
+            rows: sorted numbers within the file.
+            columns: our names; those that the file lacks are left out.
+            file_start: number of the file's first row over all files.
+        """
+        import pandas as pd
+
+        our_names = {self.columns.get(name, name): name for name in columns}
+        present = [name for name in our_names if name in file.schema_arrow.names]
+        if not present:
+            return
+        for numbers, batch in _batches_with(file, rows, present):
+            texts = {name: _decoded(batch.column(name)).to_pandas() for name in batch.schema.names}
+            yield pd.DataFrame(texts).rename(columns=our_names).set_index(numbers + file_start)
+
+
+def _batches_with(
+    file: ParquetFile, rows: np.ndarray, columns: list[str]
+) -> Iterator[tuple[np.ndarray, pa.RecordBatch]]:
+    """Yield the rows of a file that are wanted, with their numbers; no batch after a row group's last one is read."""
+    group_start = 0
+    for group in range(file.num_row_groups):
+        group_end = group_start + file.metadata.row_group(group).num_rows
+        of_group = rows[(rows >= group_start) & (rows < group_end)]
+        batch_start = group_start
+        group_start = group_end
+        if not len(of_group):
+            continue
+
+        for batch in file.iter_batches(_BATCH, [group], columns):
+            batch_end = batch_start + len(batch)
+            of_batch = of_group[(of_group >= batch_start) & (of_group < batch_end)]
+            yield of_batch, batch.take(of_batch - batch_start)
+            batch_start = batch_end
+            if batch_end > of_group[-1]:
+                break
 
 
 def narrow(
@@ -81,44 +131,81 @@ def narrow(
     """
     import pyarrow as pa
 
-    source = {name: name for name in (*needed, *optional)} | dict(columns or {})
-    tables, held, most = [], 0, reading.memory_bytes()
     if any(Path(path).suffix != ".parquet" for _, path in files):
         return None
+    renamed = dict(columns or {})
+    file_names = {name: name for name in (*needed, *optional)} | renamed
+    required = {*needed, *renamed}
+
+    tables: list[pa.Table] = []
+    memory_limit = reading.memory_bytes()
+    memory_left = memory_limit
     try:
         for labels, path in files:
             reading.check(Path(path), sys.maxsize)
             file = _parquet(path)
-            if len(set(file.schema_arrow.names)) < len(file.schema_arrow.names):
+            of_file = _present(file, file_names, labels)
+            if of_file is None or required - {*of_file, *labels}:
                 return None
-            there = [
-                ours for ours, theirs in source.items() if theirs in file.schema_arrow.names and ours not in labels
-            ]
-            if {*needed, *(columns or {})} - {*there, *labels} or not file.metadata.num_rows:
-                return None
-            _check_values(path, file, [source[ours] for ours in there], _IN_ARROW, most)
-            batches = []
-            for batch in file.iter_batches(16 * _BATCH, columns=list({source[ours] for ours in there})):
-                coded = {ours: _coded(batch.column(source[ours])) for ours in there}
-                batches.append(pa.table(coded))
-                if (held := held + batches[-1].nbytes) > most or batch.nbytes > most:
-                    raise _too_large(path, most)
-            table = pa.concat_tables(batches)
-            for name, label in labels.items():
-                constant = pa.DictionaryArray.from_arrays(np.zeros(len(table), dtype=np.int32), pa.array([label]))
-                table = table.append_column(name, constant)
-            tables.append(table)
-        frame = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
-        del tables, batches, table
-        frame = frame.to_pandas(self_destruct=True, split_blocks=True)  # fails for a text that is no UTF-8
+            _check_values(path, file, of_file.values(), _BYTES_IN_ARROW, memory_limit)
+            table = _coded_table(path, file, of_file, memory_left, memory_limit)
+            memory_left -= table.nbytes
+            tables.append(_labelled(table, labels))
+        joined = pa.concat_tables(tables, promote_options="permissive").unify_dictionaries()
+        del tables, table
+        frame = joined.to_pandas(self_destruct=True, split_blocks=True)  # fails for a text that is no UTF-8
     except (pa.ArrowException, OSError, ValueError, OverflowError):
         return None
+
     for name in frame.select_dtypes("category"):
-        known = frame[name].cat.remove_categories([text for text in frame[name].cat.categories if text == ""])
-        frame[name] = known.cat.set_categories(known.cat.categories.sort_values())
+        frame[name] = _without_empty(frame[name])
     frame[ROW] = np.arange(len(frame))
-    frame.attrs[TEXTS] = Texts(tuple(str(path) for _, path in files), dict(columns or {}))
+    frame.attrs[TEXTS] = Texts(tuple(str(path) for _, path in files), renamed)
     return frame
+
+
+def _present(file: ParquetFile, file_names: Mapping[str, str], labels: Mapping[str, str]) -> dict[str, str] | None:
+    """Return our name → the file's name of the columns that a file has and no label replaces.
+
+    None if the file has no rows, or two columns of one name.
+    """
+    in_file = file.schema_arrow.names
+    if not file.metadata.num_rows or len(set(in_file)) < len(in_file):
+        return None
+    return {ours: theirs for ours, theirs in file_names.items() if theirs in in_file and ours not in labels}
+
+
+def _coded_table(
+    path: str | Path, file: ParquetFile, columns: Mapping[str, str], memory_left: int, memory_limit: int
+) -> pa.Table:
+    """Return a file's columns under our names, texts as numbers of distinct ones; raise BadInput if they do not fit."""
+    import pyarrow as pa
+
+    tables = []
+    for batch in file.iter_batches(16 * _BATCH, columns=list(set(columns.values()))):
+        table = pa.table({ours: _coded(batch.column(theirs)) for ours, theirs in columns.items()})
+        tables.append(table)
+        memory_left -= table.nbytes
+        if memory_left < 0 or batch.nbytes > memory_limit:
+            raise _too_large(path, memory_limit)
+    return pa.concat_tables(tables)
+
+
+def _labelled(table: pa.Table, labels: Mapping[str, str]) -> pa.Table:
+    """Return a table with a column for each label, which has the same value in every row."""
+    import pyarrow as pa
+
+    for name, label in labels.items():
+        first_text = np.zeros(len(table), dtype=np.int32)
+        table = table.append_column(name, pa.DictionaryArray.from_arrays(first_text, pa.array([label])))
+    return table
+
+
+def _without_empty(column: pd.Series) -> pd.Series:
+    """Return a column of categories, sorted, with empty texts as missing values."""
+    empty = [text for text in column.cat.categories if text == ""]
+    column = column.cat.remove_categories(empty)
+    return column.cat.set_categories(column.cat.categories.sort_values())
 
 
 def _coded(column: pa.Array) -> pa.Array:
@@ -130,9 +217,13 @@ def _coded(column: pa.Array) -> pa.Array:
         return column.cast(pa.string()).dictionary_encode()
     if not pa.types.is_dictionary(column.type):
         return column
-    used = pc.unique(column.indices).drop_null()  # never written out: one text of a file may stand in all its rows
-    texts = column.dictionary.take(used).cast(pa.string()).dictionary_encode()
-    return pa.DictionaryArray.from_arrays(texts.indices.take(pc.index_in(column.indices, used)), texts.dictionary)
+
+    # The texts that the batch uses are numbered anew. They are never written out for each row: one long text may be in
+    # all of them.
+    used_numbers = pc.unique(column.indices).drop_null()
+    texts = column.dictionary.take(used_numbers).cast(pa.string()).dictionary_encode()
+    numbers = texts.indices.take(pc.index_in(column.indices, used_numbers))
+    return pa.DictionaryArray.from_arrays(numbers, texts.dictionary)
 
 
 def _decoded(column: pa.Array) -> pa.Array:
@@ -141,45 +232,57 @@ def _decoded(column: pa.Array) -> pa.Array:
     return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
-def _parquet(source: Any) -> Any:
+def _parquet(source: Any) -> ParquetFile:
     """Return a ParquetFile that leaves texts as numbers of distinct ones, as they are in the file."""
     from pyarrow import parquet
 
     schema = parquet.ParquetFile(source).schema
-    texts = [leaf for leaf in map(schema.column, range(len(schema))) if leaf.physical_type == "BYTE_ARRAY"]
-    texts = [leaf.path for leaf in texts if leaf.logical_type.type != "DECIMAL"]
+    leaves = [schema.column(index) for index in range(len(schema))]
+    is_text = [leaf.physical_type == "BYTE_ARRAY" and leaf.logical_type.type != "DECIMAL" for leaf in leaves]
+    texts = [leaf.path for leaf, text in zip(leaves, is_text, strict=True) if text]
     return parquet.ParquetFile(source, read_dictionary=texts)
 
 
-def _check_values(path: str | Path, file: Any, columns: Sequence[str], each: int, most: int) -> None:
-    """Raise BadInput if a file's rows, `each` bytes a value at least, do not fit: a few bytes of a file may hold many.
+def _check_values(
+    path: str | Path, file: ParquetFile, columns: Collection[str], value_bytes: int, memory_limit: int
+) -> None:
+    """Raise BadInput if a file's rows do not fit into memory: a few bytes of a file may hold many values.
 
     A list counts as one value: how many it holds, pyarrow says only by a call that ends the process for some files.
+
+    Args:
+        columns: those that are read.
+        value_bytes: bytes that a value takes at least.
+        memory_limit: in bytes.
     """
-    leaves = [
-        leaf for leaf in map(file.schema.column, range(len(file.schema))) if leaf.path.partition(".")[0] in columns
-    ]
-    if sum(max(each, leaf.length or 0) for leaf in leaves) * file.metadata.num_rows > most:
-        raise _too_large(path, most)
+    row_bytes = 0
+    for index in range(len(file.schema)):
+        leaf = file.schema.column(index)
+        if leaf.path.partition(".")[0] in columns:
+            row_bytes += max(value_bytes, leaf.length or 0)
+    if row_bytes * file.metadata.num_rows > memory_limit:
+        raise _too_large(path, memory_limit)
 
 
-def _too_large(path: str | Path, most: int) -> BadInput:
-    return BadInput(f"{path} unpacks to more than {most >> 20:,} MiB: divide it into smaller files.")
+def _too_large(path: str | Path, limit_bytes: int) -> BadInput:
+    return BadInput(f"{path} unpacks to more than {limit_bytes >> 20:,} MiB: divide it into smaller files.")
 
 
-def _unpacked(column: pa.Array) -> int:
+def _unpacked_bytes(column: pa.Array) -> int:
     """Return the bytes of a column with every text written out."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    kind = column.type
-    if pa.types.is_dictionary(kind):
-        return pc.sum(pc.binary_length(column.dictionary).cast(pa.int64()).take(column.indices)).as_py() or 0
-    if pa.types.is_map(kind):
-        return _unpacked(column.keys) + _unpacked(column.items)
-    if pa.types.is_struct(kind):
-        return sum(map(_unpacked, column.flatten()))
-    return _unpacked(column.flatten()) if pa.types.is_nested(kind) else column.nbytes
+    if pa.types.is_dictionary(column.type):
+        lengths = pc.binary_length(column.dictionary).cast(pa.int64())
+        return pc.sum(lengths.take(column.indices)).as_py() or 0
+    if pa.types.is_map(column.type):
+        return _unpacked_bytes(column.keys) + _unpacked_bytes(column.items)
+    if pa.types.is_struct(column.type):
+        return sum(map(_unpacked_bytes, column.flatten()))
+    if pa.types.is_nested(column.type):
+        return _unpacked_bytes(column.flatten())
+    return column.nbytes
 
 
 def records(
@@ -196,23 +299,39 @@ def records(
         BadInput: a file is missing, or not in the format that its name says; a named column or value is missing from
             it; it has no rows.
     """
-    kept: list[Row] = []
+    renamed = dict(columns or {})
+    conditions = dict(where or {})
+    result: list[Row] = []
     for labels, name, rows in _parts(source):
-        present = list(dict.fromkeys(key for _, row in rows for key in row))
         if not rows:
             raise BadInput(f"{name} has no rows: expected named columns, and a row per answer.")
-        if absent := [column for column in [*(columns or {}).values(), *(where or {})] if column not in present]:
-            turned = [ours for ours, theirs in (columns or {}).items() if theirs == absent[0] and ours in present]
-            hint = f" Our name comes first: --columns {absent[0]}={turned[0]}." if turned else ""
-            raise BadInput(f"{name} has no column '{absent[0]}': its columns are {', '.join(present)[:300]}.{hint}")
-        for column, value in (where or {}).items():
-            values = dict.fromkeys(str(row[column]) for _, row in rows if column in row)
-            if value not in values:
-                raise BadInput(f"{name} has no row with {column}={value}: that column holds {', '.join(values)[:300]}.")
-            rows[:] = [(at, row) for at, row in rows if str(row.get(column)) == value]
-        renamed = (columns or {}).items()
-        kept += [(at, row | labels | {new: row.get(old) for new, old in renamed}) for at, row in rows]
-    return kept
+        _check_present(name, rows, renamed, conditions)
+        selected = rows
+        for column, value in conditions.items():
+            selected = _matching(name, selected, column, value)
+        for location, row in selected:
+            ours = {our_name: row.get(their_name) for our_name, their_name in renamed.items()}
+            result.append((location, row | labels | ours))
+    return result
+
+
+def _check_present(name: str, rows: Sequence[Row], renamed: Mapping[str, str], conditions: Mapping[str, str]) -> None:
+    """Raise BadInput if no row has a column that is renamed or filtered by."""
+    present = list(dict.fromkeys(key for _, row in rows for key in row))
+    absent = [column for column in (*renamed.values(), *conditions) if column not in present]
+    if not absent:
+        return
+    swapped = [ours for ours, theirs in renamed.items() if theirs == absent[0] and ours in present]
+    hint = f" Our name comes first: --columns {absent[0]}={swapped[0]}." if swapped else ""
+    raise BadInput(f"{name} has no column '{absent[0]}': its columns are {', '.join(present)[:300]}.{hint}")
+
+
+def _matching(name: str, rows: Sequence[Row], column: str, value: str) -> list[Row]:
+    """Return the rows with a value in a column, as texts; raise BadInput if there is none."""
+    values = dict.fromkeys(str(row[column]) for _, row in rows if column in row)
+    if value not in values:
+        raise BadInput(f"{name} has no row with {column}={value}: that column holds {', '.join(values)[:300]}.")
+    return [(location, row) for location, row in rows if str(row.get(column)) == value]
 
 
 def frame(
@@ -238,15 +357,15 @@ def framed(rows: list[dict[str, Any]]) -> pd.DataFrame:
 
 def _parts(source: pd.DataFrame | str | Path) -> Iterator[tuple[dict[str, str], str, list[Row]]]:
     """Yield each file's labels, name and rows; a frame and a single file have no labels."""
-    if not isinstance(source, str | Path):
-        source = getattr(source, "frame", source)  # graded answers
-        if not hasattr(source, "to_dict"):
-            raise BadInput(f"A {type(source).__name__} is no table: give a frame, or the path of a file.")
-        _check("The table", list(map(str, source.columns)))
-        yield {}, "The table", _numbered("row", source.to_dict("records"))
-    else:
+    if isinstance(source, str | Path):
         for labels, path in files(str(source)):
             yield labels, path, list(_rows(Path(path)))
+        return
+    table = getattr(source, "frame", source)  # graded answers have their table there
+    if not hasattr(table, "to_dict"):
+        raise BadInput(f"A {type(table).__name__} is no table: give a frame, or the path of a file.")
+    _check_columns("The table", list(map(str, table.columns)))
+    yield {}, "The table", _numbered("row", table.to_dict("records"))
 
 
 def join(files: Sequence[str | Path], out: Path, change: Mapping[str, Callable[[str], str]]) -> None:
@@ -266,13 +385,20 @@ def join(files: Sequence[str | Path], out: Path, change: Mapping[str, Callable[[
         for path in files:
             for batch in parquet.ParquetFile(path).iter_batches(16 * _BATCH):
                 rows = pa.Table.from_batches([batch]).replace_schema_metadata(None)
-                for name, new in change.items():
-                    texts = rows[name].combine_chunks().dictionary_encode()
-                    renamed = pa.array(map(new, texts.dictionary.to_pylist()), schema.field(name).type)
-                    texts = pa.DictionaryArray.from_arrays(texts.indices, renamed).dictionary_decode()
-                    rows = rows.set_column(rows.column_names.index(name), name, texts)
+                for name, new_text in change.items():
+                    rows = _with_texts(rows, name, new_text, schema.field(name).type)
                 rows = pa.concat_tables([schema.empty_table(), rows], promote_options="permissive")
                 writer.write_table(rows.select(schema.names).cast(schema))
+
+
+def _with_texts(rows: pa.Table, name: str, new_text: Callable[[str], str], kind: pa.DataType) -> pa.Table:
+    """Return rows with a function applied to a column of texts, once for each distinct one."""
+    import pyarrow as pa
+
+    coded = rows[name].combine_chunks().dictionary_encode()
+    new_texts = pa.array(map(new_text, coded.dictionary.to_pylist()), kind)
+    column = pa.DictionaryArray.from_arrays(coded.indices, new_texts).dictionary_decode()
+    return rows.set_column(rows.column_names.index(name), name, column)
 
 
 def files(source: str) -> Iterator[tuple[dict[str, str], str]]:
@@ -287,7 +413,8 @@ def files(source: str) -> Iterator[tuple[dict[str, str], str]]:
 def cells(source: str) -> Iterator[tuple[str, str, str]]:
     """Yield variant, scheme and file of each item of `VARIANT:SCHEME=FILE,…`; raise BadInput for any other item."""
     for item in filter(None, map(str.strip, source.split(","))):
-        if not (cell := CELL.fullmatch(item)):
+        cell = CELL.fullmatch(item)
+        if not cell:
             raise BadInput(f"'{item}' is no cell with its file: expected VARIANT:SCHEME=FILE, several by comma.")
         variant, scheme, path = cell.groups()
         yield variant, scheme, path
@@ -300,73 +427,91 @@ def _rows(path: Path) -> Iterator[Row]:
     if not path.is_file():
         raise BadInput(f"There is no file {path}: give a table with a row per question or completion.")
     content = reading.content(path, reading.TABLE_BYTES)
-    text = content.decode("utf-8-sig", errors="replace") if path.suffix != ".parquet" else ""
+    if path.suffix == ".parquet":
+        yield from _numbered(f"{path}, row", _of_parquet(path, content))
+        return
+
+    text = content.decode("utf-8-sig", errors="replace")
     if path.suffix == ".csv":
         yield from _of_csv(path, text)
     elif path.suffix == ".jsonl":
-        lines = ((f"{path}, line {number}", line) for number, line in enumerate(text.split("\n"), 1))
-        yield from ((at, _object(at, parsed(at, line))) for at, line in lines if line.strip())
+        yield from _of_jsonl(path, text)
     else:
-        rows = _of_parquet(path, content) if path.suffix == ".parquet" else parsed(str(path), text)
-        if not isinstance(rows, list):
-            raise BadInput(f"{path} holds a JSON {type(rows).__name__}: expected an array of objects, one per row.")
-        yield from ((at, _object(at, row)) for at, row in _numbered(f"{path}, row", rows))
+        yield from _of_json(path, text)
 
 
 def _of_parquet(path: Path, content: bytes) -> list[dict[str, Any]]:
     from pyarrow import ArrowException, BufferReader
 
-    most, rows, size = reading.TABLE_BYTES, [], 0
+    rows: list[dict[str, Any]] = []
+    size_bytes = 0
     try:
         file = _parquet(BufferReader(content))
-        _check_values(path, file, file.schema_arrow.names, _IN_PYTHON, reading.memory_bytes())
-        for batch in file.iter_batches(_BATCH):
-            if (size := size + sum(map(_unpacked, batch.columns))) > most:
-                raise _too_large(path, most)
-            rows += batch.to_pylist()
         columns = file.schema_arrow.names
+        _check_values(path, file, columns, _BYTES_IN_PYTHON, reading.memory_bytes())
+        for batch in file.iter_batches(_BATCH):
+            size_bytes += sum(map(_unpacked_bytes, batch.columns))
+            if size_bytes > reading.TABLE_BYTES:
+                raise _too_large(path, reading.TABLE_BYTES)
+            rows += batch.to_pylist()
     except (ArrowException, OSError, ValueError, OverflowError):
         raise BadInput(f"{path} is no parquet file, or is damaged: write it again, or give the table as CSV.") from None
-    _check(str(path), columns)
+    _check_columns(str(path), columns)
     return rows
 
 
 def _of_csv(path: Path, text: str) -> Iterator[Row]:
     csv.field_size_limit(sys.maxsize)  # completions are longer than 128 kB
-    head = text.partition("\n")[0]
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=head.count), strict=True)
+    header = text.partition("\n")[0]
+    delimiter = max(",;\t", key=header.count)
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     try:
-        names = next(reader, [])
-        _check(str(path), names)
+        columns = next(reader, [])
+        _check_columns(str(path), columns)
         for fields in filter(None, reader):
-            at = f"{path}, line {reader.line_num}"
-            if len(fields) != len(names):
-                raise BadInput(f"{at} has {len(fields)} values, but the header names {len(names)} columns: correct it.")
-            yield at, dict(zip(names, fields, strict=True))
+            location = f"{path}, line {reader.line_num}"
+            if len(fields) != len(columns):
+                counts = f"{len(fields)} values, but the header names {len(columns)} columns"
+                raise BadInput(f"{location} has {counts}: correct it.")
+            yield location, dict(zip(columns, fields, strict=True))
     except csv.Error:
-        raise BadInput(
-            f"{path}, line {reader.line_num} has a quotation mark too many or too few: correct it."
-        ) from None
+        location = f"{path}, line {reader.line_num}"
+        raise BadInput(f"{location} has a quotation mark too many or too few: correct it.") from None
 
 
-def _check(name: str, columns: Sequence[str]) -> None:
+def _of_jsonl(path: Path, text: str) -> Iterator[Row]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            location = f"{path}, line {number}"
+            yield location, _object(location, parsed(location, line))
+
+
+def _of_json(path: Path, text: str) -> Iterator[Row]:
+    rows = parsed(str(path), text)
+    if not isinstance(rows, list):
+        raise BadInput(f"{path} holds a JSON {type(rows).__name__}: expected an array of objects, one per row.")
+    for location, row in _numbered(f"{path}, row", rows):
+        yield location, _object(location, row)
+
+
+def _check_columns(name: str, columns: Sequence[str]) -> None:
     if len(set(columns)) < len(columns):
         raise BadInput(f"{name} has two columns of one name: rename one of {', '.join(columns)[:300]}.")
 
 
-def _numbered(what: str, rows: Sequence[Any]) -> list[tuple[str, Any]]:
-    return [(f"{what} {number}", row) for number, row in enumerate(rows, 1)]
+def _numbered(label: str, rows: Sequence[Any]) -> list[tuple[str, Any]]:
+    return [(f"{label} {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def parsed(where: str, text: str | bytes) -> Any:
-    """Return what a JSON text holds; raise BadInput, with where it stands, if it is no JSON."""
+def parsed(location: str, text: str | bytes) -> Any:
+    """Return what a JSON text holds; raise BadInput, with its location, if it is no JSON."""
     try:
         return reading.parsed(text)
     except ValueError:
-        raise BadInput(f"{where} is not JSON: expected objects with a value per column.") from None
+        raise BadInput(f"{location} is not JSON: expected objects with a value per column.") from None
 
 
-def _object(where: str, row: Any) -> dict[str, Any]:
+def _object(location: str, row: Any) -> dict[str, Any]:
     if not isinstance(row, dict):
-        raise BadInput(f"{where} is a JSON {type(row).__name__}: expected an object with a value per column.")
+        raise BadInput(f"{location} is a JSON {type(row).__name__}: expected an object with a value per column.")
     return row

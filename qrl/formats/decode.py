@@ -1,8 +1,9 @@
 """Decode one quantized matrix of each library from its tensors.
 
+Four decoders with the same arguments, one for each layout: `nf4` and `int8` of bitsandbytes, `autoawq`, `compressed`.
 Scales are converted to float32 first, so that a value is code times scale; kernels round that product to sixteen bits
-once more. compressed-tensors' own functions decode its formats, if it is installed. They return FP4 in
-bf16, up to one part in 256 off, which adds a millionth of the weights' energy to an error of a hundredth.
+once more. compressed-tensors' own functions decode its formats, if it is installed. They return FP4 in bf16, up to one
+part in 256 off, which adds a millionth of the weights' energy to an error of a hundredth.
 """
 
 from __future__ import annotations
@@ -53,12 +54,14 @@ def nf4(tensors: dict[str, Tensor], _settings: dict, _module: str) -> Stored:
     if "weight.nested_absmax" in tensors:
         outer = tensors["weight.nested_absmax"].repeat_interleave(state["nested_blocksize"])[: len(scales)]
         scales = tensors["weight.nested_quant_map"][scales.long()] * outer + state["nested_offset"]
-    levels, size = tensors["weight.quant_map"], state["blocksize"]
+    levels = tensors["weight.quant_map"]
+    block_size = state["blocksize"]
     pairs = torch.cartesian_prod(levels, levels)  # byte → values of its upper and its lower half
     values = torch.index_select(pairs, 0, packed.int()).flatten()[: math.prod(state["shape"])]
-    inside = len(values) // size * size  # the last block may be short
-    values[:inside].view(-1, size).mul_(scales[: inside // size, None])
-    values[inside:] *= scales[-1]
+    whole_blocks = len(values) // block_size  # the last block may be short
+    end = whole_blocks * block_size
+    values[:end].view(-1, block_size).mul_(scales[:whole_blocks, None])
+    values[end:] *= scales[-1]
     return Stored(values.view(state["shape"]), packed)
 
 
@@ -69,7 +72,7 @@ def int8(tensors: dict[str, Tensor], _settings: dict, _module: str) -> Stored:
 
 def autoawq(tensors: dict[str, Tensor], _settings: dict, _module: str) -> Stored:
     """Decode AutoAWQ's GEMM layout."""
-    weight, codes = unpack_awq(*(tensors[part] for part in ("qweight", "qzeros", "scales")))
+    weight, codes = unpack_awq(tensors["qweight"], tensors["qzeros"], tensors["scales"])
     return Stored(weight.float(), codes)
 
 
@@ -113,8 +116,9 @@ def compressed(tensors: dict[str, Tensor], settings: dict, module: str) -> Store
         from compressed_tensors.compressors import BaseCompressor
         from compressed_tensors.quantization import QuantizationScheme
     except ModuleNotFoundError:
-        advice = "install compressed-tensors, or leave them out"
-        raise BadInput(f"Weights in compressed-tensors' formats need that library: {advice}.") from None
+        raise BadInput(
+            "Weights in compressed-tensors' formats need that library: install compressed-tensors, or leave them out."
+        ) from None
     group = next((group for group in settings["config_groups"].values() if _covers(group, module)), None)
     if group is None:
         raise ValueError("no group of its config covers this module")
@@ -131,45 +135,55 @@ def compressed(tensors: dict[str, Tensor], settings: dict, module: str) -> Store
     scheme = QuantizationScheme.model_validate({**group, "format": layout})
     unpack = BaseCompressor.get_value_from_registry(layout).decompress
     packed = tensors.get("weight_packed", tensors.get("weight"))
-    rows, values = len(packed), None
+    rows = len(packed)
     step = max(128, BLOCK // packed[0].nbytes // 128 * 128)  # a multiple of the rows of a block or a packed word
+    values = None
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        part = unpack({key: _rows(key, value, first, last, rows) for key, value in tensors.items()}, scheme)["weight"]
-        values = torch.empty(rows, part.shape[1]) if values is None else values
+        rows_of = {key: _rows(key, tensor, first, last, rows) for key, tensor in tensors.items()}
+        part = unpack(rows_of, scheme)["weight"]
+        if values is None:  # only a decoded part shows the number of columns
+            values = torch.empty(rows, part.shape[1])
         values[first:last] = part
     return Stored(values, packed)
 
 
 def _repacked(words: Tensor, bits: int, columns: int) -> Tensor:
-    """Return codes that lie bit after bit in int32 words as the installed compressed-tensors packs them.
+    """Return codes that follow bit after bit in int32 words as the installed compressed-tensors packs them.
 
     0.17, which vLLM pins, pads each word instead, and misreads what 0.19 stores in 3 bits.
     """
     import torch
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
-    start = torch.arange(columns) * bits
-    if words.shape[1] != (dense := -(-columns * bits // 32)):
-        raise ValueError(f"its rows have {words.shape[1]} words, but {columns} codes of {bits} bits take {dense}")
-    word, shift = start // 32, start % 32
+    words_per_row = math.ceil(columns * bits / 32)
+    if words.shape[1] != words_per_row:
+        raise ValueError(
+            f"its rows have {words.shape[1]} words, but {columns} codes of {bits} bits take {words_per_row}"
+        )
+    start = torch.arange(columns) * bits  # of each code, in bits from the start of its row
+    word = start // 32
+    shift = start % 32
+    next_word = (word + 1).clamp(max=words_per_row - 1)  # holds the upper bits of a code that crosses the border
     unsigned = words.long() & 0xFFFFFFFF
-    codes = unsigned[:, word] >> shift | unsigned[:, (word + 1).clamp(max=dense - 1)] << 32 - shift
-    return pack_to_int32(((codes & (1 << bits) - 1) - (1 << bits - 1)).to(torch.int8), bits)
+    codes = unsigned[:, word] >> shift | unsigned[:, next_word] << 32 - shift
+    signed = (codes & (1 << bits) - 1) - (1 << bits - 1)
+    return pack_to_int32(signed.to(torch.int8), bits)
 
 
 def _rows(key: str, tensor: Tensor, first: int, last: int, rows: int) -> Tensor:
     """Return the part of a tensor that belongs to rows first to last - 1 of a matrix of `rows` rows."""
     if key == "weight_shape":
         return tensor.new_tensor([last - first, *tensor[1:].tolist()])
-    if key == "weight_scale" and tensor.ndim == 2 and 1 < len(tensor) < rows:  # a scale per block
+    several_rows_each = tensor.ndim == 2 and 1 < len(tensor) < rows
+    if key == "weight_scale" and several_rows_each:  # a scale per block
         height = rows // len(tensor)
-        return tensor[first // height : -(-last // height)]
-    packs_rows = key == "weight_zero_point" and tensor.ndim == 2 and 1 < len(tensor) < rows
-    if packs_rows:
-        in_word = 1 << math.ceil(math.log2(rows / len(tensor)))  # 8 or 4, though the last word may not be full
-        return tensor[first // in_word : -(-last // in_word)]
-    return tensor[first:last] if tensor.ndim and len(tensor) == rows and key != "weight_g_idx" else tensor
+        return tensor[first // height : math.ceil(last / height)]
+    if key == "weight_zero_point" and several_rows_each:  # packed along the rows
+        per_word = 1 << math.ceil(math.log2(rows / len(tensor)))  # 8 or 4, though the last word may not be full
+        return tensor[first // per_word : math.ceil(last / per_word)]
+    has_row_each = tensor.ndim and len(tensor) == rows and key != "weight_g_idx"
+    return tensor[first:last] if has_row_each else tensor
 
 
 def _covers(group: dict, module: str) -> bool:

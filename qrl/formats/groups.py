@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from qrl import checkpoint
 
+# A recipe's group size: a number, or "auto" for the largest that fits the model.
 Wanted = int | Literal["auto"]
 AUTO = "auto"
 SIZES = (128, 64, 32)  # of quantize.group_size, the best known first
@@ -30,17 +31,17 @@ def widths(folder: Path | str) -> set[int]:
 
 def fitting(inputs: Iterable[int]) -> int | None:
     """Return the largest of `SIZES` that divides all numbers of inputs, or None."""
-    common = math.gcd(*inputs)
-    return next((size for size in SIZES if common % size == 0), None)
+    common_divisor = math.gcd(*inputs)
+    return next((size for size in SIZES if common_divisor % size == 0), None)
 
 
-def of(folder: Path | str, wanted: Wanted) -> int:
-    """Return the group size for a checkpoint: the one that is wanted, or under `auto` the largest that fits.
+def of(folder: Path | str, setting: Wanted) -> int:
+    """Return the group size for a checkpoint: the recipe's, or under `auto` the largest that fits.
 
     Where none fits it is the usual one, which the check of the scheme then refuses with the layer's name.
     """
-    if wanted != AUTO:
-        return int(wanted)
+    if setting != AUTO:
+        return int(setting)
     return fitting(widths(folder)) or USUAL
 
 

@@ -22,24 +22,27 @@ class Kept:
 
     def metrics(self) -> dict[str, float]:
         """Return the shares by the names that a run logs them under."""
-        named = zip(METRICS, (self.share, self.moved, self.moved_stored), strict=True)
-        return {name: value for name, value in named if not math.isnan(value)}
+        metrics = zip(METRICS, (self.share, self.moved, self.moved_stored), strict=True)
+        return {name: value for name, value in metrics if not math.isnan(value)}
 
     def sentence(self, what: str = "The stored weights") -> str:
         """Return the shares in words; `what` names the weights."""
         if math.isnan(self.share):
             return "Training changed no weight."
-        moved = f"training moved {percent(self.moved)} of them, {percent(self.moved_stored)} as stored"
-        return f"{what} ({names.short(self.stored_in)}) keep {percent(self.share)} of the update: {moved}."
+        return (
+            f"{what} ({names.short(self.stored_in)}) keep {percent(self.share)} of the update: training moved "
+            f"{percent(self.moved)} of them, {percent(self.moved_stored)} as stored."
+        )
 
     def warning(self, remedy: str) -> str:
         """Return what follows where less than half is kept, else nothing; `remedy` is the setting that stores fp32."""
         if not self.share < HALF:
             return ""
-        lost = f"Storing in {names.short(self.stored_in)} rounds {percent(1 - self.share)} of the update away"
-        follows = "if the trained variant answers like the base, this is why, and more questions do not help"
-        storing = f"store in fp32 ({remedy}, and evaluate.dtype=fp32 where a GPU answers)"
-        return f"{lost}: {follows}. To keep it, {storing}, or train longer or at a higher rate."
+        return (
+            f"Storing in {names.short(self.stored_in)} rounds {percent(1 - self.share)} of the update away: if the "
+            "trained variant answers like the base, this is why, and more questions do not help. To keep it, store in "
+            f"fp32 ({remedy}, and evaluate.dtype=fp32 where a GPU answers), or train longer or at a higher rate."
+        )
 
 
 def percent(share: float) -> str:

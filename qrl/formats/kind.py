@@ -33,20 +33,24 @@ def of_weights_alone(quantization: Mapping[str, Any]) -> bool:
 
 def rounded(quantization: Mapping[str, Any]) -> list[str]:
     """Return what a `quantization_config` of compressed-tensors rounds activations to, by group of layers: `float4`."""
-    inputs = (group.get("input_activations") for group in _groups(quantization))
-    return [f"{each.get('type')}{each.get('num_bits')}" for each in inputs if each]
+    input_activations = [group.get("input_activations") for group in _groups(quantization)]
+    return [f"{args.get('type')}{args.get('num_bits')}" for args in input_activations if args]
 
 
 def of(quantization: Mapping[str, Any]) -> set[str]:
     """Return the kinds of codes in a `quantization_config` of bitsandbytes or compressed-tensors; else none."""
-    if quantization.get("load_in_8bit") or quantization.get("load_in_4bit"):
-        return {INT8 if quantization.get("load_in_8bit") else FP4}
+    if quantization.get("load_in_8bit"):
+        return {INT8}
+    if quantization.get("load_in_4bit"):
+        return {FP4}
     kinds = set()
     for group in _groups(quantization):
-        if weights := group.get("weights"):
-            values = "floats" if weights.get("type") == "float" else "integers"
-            suffix = _ROUNDED if group.get("input_activations") else ""
-            kinds.add(f"{weights.get('num_bits')}-bit {values}{suffix}")
+        weights = group.get("weights")
+        if not weights:
+            continue
+        values = "floats" if weights.get("type") == "float" else "integers"
+        suffix = _ROUNDED if group.get("input_activations") else ""
+        kinds.add(f"{weights.get('num_bits')}-bit {values}{suffix}")
     return kinds
 
 

@@ -41,9 +41,14 @@ def load(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
     missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
-    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if settings.tie_word_embeddings else set()
-    if wrong := sorted((set(missing) - tied) | set(unexpected)):
-        raise BadInput(f"{path} does not fit its architecture {settings.model_type}: {wrong[0]} is missing or unknown.")
+    tied = set()
+    if settings.tie_word_embeddings:
+        tied = set(getattr(model, "_tied_weights_keys", None) or ())
+    misfits = sorted((set(missing) - tied) | set(unexpected))
+    if misfits:
+        raise BadInput(
+            f"{path} does not fit its architecture {settings.model_type}: {misfits[0]} is missing or unknown."
+        )
     if (Path(path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model.eval()
@@ -51,8 +56,10 @@ def load(path: Path | str, dtype: torch.dtype) -> PreTrainedModel:
 
 def needed(path: Path) -> bool:
     """Return whether vLLM on this machine's CPU can run a checkpoint only as plain matrices."""
-    cpus = Path("/proc/cpuinfo")  # elsewhere than on Linux vLLM has no such kernel either
-    if platform.machine() not in ("x86_64", "AMD64") or (cpus.is_file() and "avx512f" in cpus.read_text()):
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    cpu_info = Path("/proc/cpuinfo")  # on systems other than Linux vLLM has no such kernel either
+    if cpu_info.is_file() and "avx512f" in cpu_info.read_text():
         return False
     quantization = checkpoint.config(path).get("quantization_config") or {}
     return kind.INT4 in kind.of(quantization) or quantization.get("quant_method") == "awq"
@@ -71,8 +78,8 @@ def write(path: Path, out: Path, dtype: str = "float32") -> Path:
     need(out, sum(tensor.nbytes for tensor in state.values()), "An unpacked copy of the model")
     out.mkdir()
     save_file(state, out / checkpoint.WEIGHTS, {"format": "pt"})
-    replaced = ("quantization_config", "torch_dtype")
-    settings = {key: value for key, value in checkpoint.config(path).items() if key not in replaced}
+    removed_keys = ("quantization_config", "torch_dtype")
+    settings = {key: value for key, value in checkpoint.config(path).items() if key not in removed_keys}
     settings["dtype"] = dtype
     (out / "config.json").write_text(json.dumps(settings, indent=1))
     copy_text_files(path, out)

@@ -1,4 +1,4 @@
-"""SpinQuant's rotations, undone: what they turned can be compared with the original again.
+"""SpinQuant's rotations, undone: rotated weights become comparable with the original.
 
 A rotation is block-diagonal; its blocks are Sylvester's Hadamard matrix over the root of its size. That is symmetric
 and orthogonal, so it is its own inverse. Source: SpinQuant's R1 and R2 (arXiv 2405.16406), as compressed-tensors fuses
@@ -35,9 +35,12 @@ def turned(values: Tensor, size: int) -> Tensor:
 def undone(values: Tensor, rotations: Mapping[str, Any], module: str) -> Tensor:
     """Return a stored matrix (O, I) as it was before these rotations."""
     for rotation in rotations.values():
+        size = rotation["head_dim"]
         for side in rotation["apply"]:
-            if any(re.match(target.removeprefix("re:"), module) for target in side["targets"]):
-                inputs = side["location"] == "weight_input"
-                values = turned(values if inputs else values.T, rotation["head_dim"])
-                values = values if inputs else values.T
+            if not any(re.match(target.removeprefix("re:"), module) for target in side["targets"]):
+                continue
+            if side["location"] == "weight_input":
+                values = turned(values, size)
+            else:  # the outputs
+                values = turned(values.T, size).T
     return values

@@ -27,13 +27,14 @@ def encode(weight: Tensor, bits: int = 4, group_size: int = 128) -> tuple[Tensor
     Source: the W4 proxy of study 000; AWQ's grid without its scale search (arXiv 2306.00978).
     """
     if weight.ndim != 2 or not 2 <= bits <= 8 or group_size < 1:
-        given = f"{tuple(weight.shape)}, {bits}, {group_size}"
-        raise ValueError(f"expected a matrix, 2 to 8 bits and groups of at least 1, got {given}")
+        raise ValueError(
+            f"expected a matrix, 2 to 8 bits and groups of at least 1, got {tuple(weight.shape)}, {bits}, {group_size}"
+        )
     groups = grouped(weight.float(), group_size)
     top = 2 ** (bits - 1) - 1
     largest = groups.abs().amax(-1, keepdim=True)
     # w · top is exact for bf16 and fp16, so a weight half-way between two codes is recognized; w / scale, with its
-    # rounded scale, would send it to either code. chance decides
+    # rounded scale, would send it to either code by chance.
     codes = torch.round(groups * top / torch.where(largest == 0, 1.0, largest)).clamp_(-top, top)
     return codes.to(torch.int8), largest / top
 
@@ -67,25 +68,29 @@ def scan(
     """
     top = 2 ** (bits - 1) - 1
     buffers = scratch or torch.empty(2, groups.numel(), device=groups.device)
-    scaled, rounded = (buffer.view(groups.shape) for buffer in buffers)
+    scaled = buffers[0].view(groups.shape)
+    rounded = buffers[1].view(groups.shape)
     torch.mul(groups, torch.where(largest == 0, 0.0, top / largest), out=scaled)
     distances = torch.linalg.vector_norm(scaled.sub_(torch.round(scaled, out=rounded)), dim=-1)  # in steps of its group
     steps = largest.squeeze(-1).double() / top
     return (distances * steps).square_().sum().item(), _max_error(groups, steps, top, least)
 
 
-def _max_error(groups: Tensor, steps: Tensor, top: int, least: float) -> float:
+def _max_error(groups: Tensor, steps: Tensor, top: int, known_error: float) -> float:
     """Return the largest rounding error, in float64.
 
     No error exceeds half a step, so the error in the group with the largest step rules out most other groups.
     """
-    flat, steps = groups.flatten(0, 1), steps.flatten()
-    widest, at = steps.max(0)
-    if widest.item() <= 2 * least:
-        return least
-    largest = max(least, _rounding_error(flat[at], widest, top))
-    rest = steps > 2 * largest
-    return max(largest, _rounding_error(flat[rest], steps[rest].unsqueeze(-1), top)) if rest.any() else largest
+    flat_groups = groups.flatten(0, 1)
+    steps = steps.flatten()
+    largest_step, index = steps.max(0)
+    if largest_step.item() <= 2 * known_error:
+        return known_error
+    largest_error = max(known_error, _rounding_error(flat_groups[index], largest_step, top))
+    candidates = steps > 2 * largest_error
+    if not candidates.any():
+        return largest_error
+    return max(largest_error, _rounding_error(flat_groups[candidates], steps[candidates].unsqueeze(-1), top))
 
 
 def _rounding_error(values: Tensor, step: Tensor, top: int) -> float:
@@ -101,4 +106,6 @@ def snr_db(relative_mse: float) -> float:
 
     Source: relative MSE and SNR as study 000 defines them.
     """
-    return -10 * math.log10(relative_mse) if relative_mse > 0 else (math.inf if relative_mse == 0 else math.nan)
+    if relative_mse > 0:
+        return -10 * math.log10(relative_mse)
+    return math.inf if relative_mse == 0 else math.nan

@@ -1,7 +1,9 @@
 """The matrices of a quantized checkpoint, read from its own files: what is stored, not what was meant to be stored.
 
-`matrices` reads bitsandbytes' NF4 and INT8, AutoAWQ's 4-bit GEMM layout, and every format of compressed-tensors (FP8,
-NVFP4, MXFP4, packed integers).
+A matrix `a.b.weight` is stored in several tensors of the module `a.b`: codes, scales, zero points, tables. `names`
+finds the matrices by endings that only such tensors have. `matrices` gives the tensors of each to a decoder in
+`decode`: bitsandbytes' NF4 and INT8, AutoAWQ's 4-bit GEMM layout, and every format of compressed-tensors (FP8, NVFP4,
+MXFP4, packed integers).
 """
 
 from __future__ import annotations
@@ -13,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint
+from qrl.checkpoint.header import FLOATS
 from qrl.errors import BadInput
 from qrl.formats import decode
 from qrl.formats.decode import Stored
-from qrl.formats.header import FLOATS
 
 if TYPE_CHECKING:
     import torch
@@ -35,40 +37,53 @@ def names(path: Path | str) -> list[str]:
     """
     settings = checkpoint.config(path).get("quantization_config")
     if not settings:
-        expected = "a quantized one was expected: name what `quantize` wrote"
-        raise BadInput(f"{path} is a full-precision checkpoint, but {expected}.")
-    _decoder(path, settings)
+        raise BadInput(
+            f"{path} is a full-precision checkpoint, but a quantized one was expected: name what `quantize` wrote."
+        )
+    _decoder(path, settings)  # raises for an unknown packing
     entries = checkpoint.entries(path)
-    quantized = {f"{name.removesuffix(mark)}.weight" for name in entries for mark in MARKS if name.endswith(mark)}
+    quantized = set()
+    for name in entries:
+        mark = next((mark for mark in MARKS if name.endswith(mark)), None)
+        if mark is not None:
+            quantized.add(f"{name.removesuffix(mark)}.weight")
     if not quantized:
-        declared = f"{path} says that it is quantized ({settings.get('quant_method')})"
-        raise BadInput(f"{declared} but holds no quantized matrix: expected {READABLE}.")
+        raise BadInput(
+            f"{path} says that it is quantized ({settings.get('quant_method')}) but holds no quantized matrix: "
+            f"expected {READABLE}."
+        )
     for name, entry in sorted(entries.items()):
         is_codes = name.endswith(CODES) and entry.dtype not in FLOATS
         if is_codes and f"{module(name)}.weight" not in quantized:
-            lacking = "without the scales or state to decode it"
-            raise BadInput(f"{path} holds {name} in {entry.dtype} {lacking}: quantize it again.")
+            raise BadInput(
+                f"{path} holds {name} in {entry.dtype} without the scales or state to decode it: quantize it again."
+            )
     return sorted(quantized)
 
 
-def matrices(path: Path | str, wanted: list[str]) -> Iterator[tuple[str, Stored]]:
-    """Yield quantized matrices by name, one at a time: some of `names`, in the order `wanted`.
+def matrices(path: Path | str, matrix_names: list[str]) -> Iterator[tuple[str, Stored]]:
+    """Yield quantized matrices by name, one at a time: some of what `names` returns, in the given order.
 
     Raises:
         BadInput: as for `names`, or parts of a matrix are missing.
     """
     settings = checkpoint.config(path)["quantization_config"]
-    decoder, stored_in = _decoder(path, settings), _parts(path)
-    tensors = checkpoint.tensors(path, [part for name in wanted for part in stored_in[name]])
-    for name in wanted:
-        owner = name.removesuffix(".weight")
-        own = {part.removeprefix(f"{owner}."): tensor for part, tensor in islice(tensors, len(stored_in[name]))}
+    decode_matrix = _decoder(path, settings)
+    parts_of = _parts(path)
+    # One stream for all matrices, which opens each file once; each matrix reads as many tensors as it has parts.
+    tensors = checkpoint.tensors(path, [part for name in matrix_names for part in parts_of[name]])
+    for name in matrix_names:
+        module_name = name.removesuffix(".weight")
+        matrix_tensors = {}
+        for part, tensor in islice(tensors, len(parts_of[name])):
+            matrix_tensors[part.removeprefix(f"{module_name}.")] = tensor
         try:
-            yield name, decoder(own, settings, owner)
+            yield name, decode_matrix(matrix_tensors, settings, module_name)
         except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = f"there is no {error}" if isinstance(error, KeyError) else error
-            failed = f"{name} of {path} cannot be unpacked ({reason})"
-            raise BadInput(f"{failed}: quantize it again, or name the right folder.") from None
+            raise BadInput(
+                f"{name} of {path} cannot be unpacked ({reason}): quantize it again, or name the right folder."
+            ) from None
 
 
 def plain_state(path: Path | str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -77,29 +92,34 @@ def plain_state(path: Path | str, dtype: torch.dtype) -> dict[str, Tensor]:
     Raises:
         BadInput: as for `matrices`.
     """
-    quantized, stored_in = names(path), _parts(path)
-    others = set(checkpoint.entries(path)).difference(*(stored_in[name] for name in quantized))
-    state = {name: tensor.to(dtype) for name, tensor in checkpoint.tensors(path, sorted(others))}
-    return state | {name: matrix.values.to(dtype).contiguous() for name, matrix in matrices(path, quantized)}
+    quantized = names(path)
+    parts_of = _parts(path)
+    unquantized = set(checkpoint.entries(path)).difference(*(parts_of[name] for name in quantized))
+    state = {name: tensor.to(dtype) for name, tensor in checkpoint.tensors(path, sorted(unquantized))}
+    for name, matrix in matrices(path, quantized):
+        state[name] = matrix.values.to(dtype).contiguous()
+    return state
 
 
 def _parts(path: Path | str) -> dict[str, list[str]]:
     """Return, for each matrix `….weight`, the names of the tensors that it is stored in; biases are left out."""
-    stored_in: dict[str, list[str]] = defaultdict(list)
+    parts_of: dict[str, list[str]] = defaultdict(list)
     for part in checkpoint.entries(path):
         if not part.endswith(".bias"):
-            stored_in[f"{module(part)}.weight"].append(part)
-    return stored_in
+            parts_of[f"{module(part)}.weight"].append(part)
+    return parts_of
 
 
 def module(part: str) -> str:
     """Return a tensor's module: `a.b` for a.b.qweight and for a.b.weight.quant_state.bitsandbytes__nf4."""
-    before, within, _ = part.partition(".weight.")
-    return before if within else part.rpartition(".")[0]
+    if ".weight." in part:
+        return part.partition(".weight.")[0]
+    return part.rpartition(".")[0]
 
 
 def _decoder(path: Path | str, settings: dict) -> decode.Decoder:
-    method, version = settings.get("quant_method"), str(settings.get("version", "gemm")).lower()
+    method = settings.get("quant_method")
+    version = str(settings.get("version", "gemm")).lower()  # AutoAWQ's layout
     if method == "bitsandbytes" and settings.get("load_in_8bit"):
         return decode.int8
     if method == "bitsandbytes" and settings.get("bnb_4bit_quant_type") == "nf4":

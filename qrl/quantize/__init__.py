@@ -70,18 +70,23 @@ def run(
     """
     import torch
 
+    # Everything that can be wrong with the input, before anything is written.
     settings = (settings or choices.of(scheme, Quantize(), 0)).sized(source)
-    if quantization := checkpoint.check(source).quantization:
+    quantization = checkpoint.check(source).quantization
+    if quantization:
         raise BadInput(f"{source} is already quantized ({quantization}): quantize the full-precision checkpoint.")
     check_fit(source, settings)
     if out.exists() and any(out.iterdir()):
         raise BadInput(f"{out} is not empty: name a new folder for the quantized checkpoint.")
-    calibrated = scheme in choices.CALIBRATED
-    rows = texts.rows(token_ids(source, calibration, progress), settings.max_tokens) if calibrated else []
+    is_calibrated = scheme in choices.CALIBRATED
+    rows: list[list[int]] = []
+    if is_calibrated:
+        rows = texts.rows(token_ids(source, calibration, progress), settings.max_tokens)
     probe_rows = token_ids(source, probe)
     check_finite(source)
+
     out.mkdir(parents=True, exist_ok=True)
-    started = time.perf_counter()
+    start = time.perf_counter()
     stage("storing")
     family = _family(scheme)
     torch.manual_seed(settings.seed)
@@ -91,7 +96,8 @@ def run(
         shutil.rmtree(out, ignore_errors=True)  # never leave half a checkpoint
         raise
     plain.copy_text_files(source, out)
-    seconds = time.perf_counter() - started
+    seconds = time.perf_counter() - start
+
     errors: tuple[float, ...] = ()
     if probe_rows:
         stage("measuring")
@@ -105,7 +111,7 @@ def run(
         bits_per_weight=per_weight,
         bits_per_parameter=per_parameter,
         seconds=seconds,
-        calibration_digest=texts.digest(calibration) if calibrated else None,
+        calibration_digest=texts.digest(calibration) if is_calibrated else None,
         layer_errors=errors,
     )
 
@@ -126,16 +132,23 @@ def stored_bits(source: Path, out: Path) -> tuple[float, float]:
     A matrix of `source` counts as quantized if `out` does not hold it as floats of the same shape; its bits are those
     of all tensors of its module except the bias: codes, scales, zero points, tables.
     """
-    before, after = checkpoint.entries(source), checkpoint.entries(out)
-    floats = {(name, entry.shape) for name, entry in after.items() if entry.dtype in checkpoint.header.FLOATS}
-    matrices = {name: entry.shape for name, entry in before.items() if len(entry.shape) == 2}
+    source_entries = checkpoint.entries(source)
+    out_entries = checkpoint.entries(out)
+    floats = {(name, entry.shape) for name, entry in out_entries.items() if entry.dtype in checkpoint.header.FLOATS}
+    matrices = {name: entry.shape for name, entry in source_entries.items() if len(entry.shape) == 2}
     quantized = {name for name, shape in matrices.items() if (name, shape) not in floats}
     modules = {name.removesuffix(".weight") for name in quantized}
-    parts = [entry for name, entry in after.items() if not name.endswith(".bias") and stored.module(name) in modules]
-    weights = sum(before[name].numel for name in quantized)
-    parameters = sum(entry.numel for entry in before.values())
-    per_weight = 8 * sum(entry.bytes for entry in parts) / weights if weights else 0.0
-    return per_weight, 8 * sum(entry.bytes for entry in after.values()) / parameters
+
+    matrix_bytes = 0
+    for name, entry in out_entries.items():
+        if stored.module(name) in modules and not name.endswith(".bias"):
+            matrix_bytes += entry.bytes
+    weights = sum(source_entries[name].numel for name in quantized)
+    bits_per_weight = 8 * matrix_bytes / weights if weights else 0.0
+
+    all_bytes = sum(entry.bytes for entry in out_entries.values())
+    parameters = sum(entry.numel for entry in source_entries.values())
+    return bits_per_weight, 8 * all_bytes / parameters
 
 
 def _family(scheme: str) -> ModuleType:

@@ -36,17 +36,23 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
         BadInput: AutoAWQ does not know the architecture.
         QrlError: this is not the environment of projects/awq, or the staged copy is not the same model.
     """
-    architectures, autoawq_settings, quantizer = _autoawq()
-    kind = checkpoint.config(source).get("model_type")
-    if kind not in architectures:
-        raise BadInput(f"AutoAWQ does not know the architecture '{kind}': expected one of {', '.join(architectures)}.")
+    architectures, settings_class, quantizer_class = _autoawq()
+    model_type = checkpoint.config(source).get("model_type")
+    if model_type not in architectures:
+        raise BadInput(
+            f"AutoAWQ does not know the architecture '{model_type}': expected one of {', '.join(architectures)}."
+        )
     with _staged(source, out, device) as model:
-        wrapped = architectures[kind](model, kind, False, model.config, autoawq_settings(), None)
-        grid = {"zero_point": True, "q_group_size": settings.group_size, "w_bit": 4, "version": "GEMM"}
-        data = {"calib_data": [list(row) for row in rows], "tokenizer": None}  # the rows are tokens already
-        sizes = {"max_calib_samples": len(rows), "max_calib_seq_len": len(rows[0])}
+        wrapped = architectures[model_type](model, model_type, False, model.config, settings_class(), None)
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
-            wrapped.quantize(quant_config=grid, quantizer_cls=quantizer, **data, **sizes)
+            wrapped.quantize(
+                quant_config={"zero_point": True, "q_group_size": settings.group_size, "w_bit": 4, "version": "GEMM"},
+                quantizer_cls=quantizer_class,
+                calib_data=[list(row) for row in rows],
+                tokenizer=None,  # the rows are tokens already
+                max_calib_samples=len(rows),
+                max_calib_seq_len=len(rows[0]),
+            )
         model.half()  # norms and embeddings; codes are integers and scales are float16 already
         wrapped.save_quantized(str(out))
         config = checkpoint.config(source)  # transformers 5 and vLLM read rotary settings from it
@@ -61,9 +67,10 @@ def measure(source: Path, out: Path, rows: Sequence[Sequence[int]], device: str)
     transformers 4.51 misreads the folder `out` itself.
     """
     with _staged(source, out, device) as model:
-        before = error.states(model, rows)
+        original = error.states(model, rows)
         model.load_state_dict(stored.plain_state(out, torch.float16), strict=False)
-        return error.between(before, error.states(model, rows))
+        quantized = error.states(model, rows)
+        return error.between(original, quantized)
 
 
 def _autoawq() -> tuple[dict[str, type], type, type]:
@@ -79,19 +86,23 @@ def _autoawq() -> tuple[dict[str, type], type, type]:
             from awq.models.auto import AWQ_CAUSAL_LM_MODEL_MAP
             from awq.quantize.quantizer import AwqQuantizer
     except ImportError as error:
-        advice = "run this step in the environment of projects/awq"
-        raise QrlError(f"AutoAWQ cannot be imported here ({error}): {advice}.") from None
+        raise QrlError(
+            f"AutoAWQ cannot be imported here ({error}): run this step in the environment of projects/awq."
+        ) from None
 
     class Quantizer(AwqQuantizer):
         def _compute_best_scale(self, x, w_mean, x_mean, module2inspect, *rest):
-            copying = module2inspect.register_state_dict_post_hook(copy_state)
+            hook = module2inspect.register_state_dict_post_hook(copy_state)
             try:
                 return super()._compute_best_scale(x, w_mean, x_mean, module2inspect, *rest)
             finally:
-                copying.remove()
+                hook.remove()
 
         def _compute_best_clip(self, w, input_feat):
-            return best_clip(w, input_feat, self.group_size, lambda matrix: self.pseudo_quantize_tensor(matrix)[0])
+            def quantize_matrix(matrix: Tensor) -> Tensor:
+                return self.pseudo_quantize_tensor(matrix)[0]
+
+            return best_clip(w, input_feat, self.group_size, quantize_matrix)
 
     return AWQ_CAUSAL_LM_MODEL_MAP, AwqConfig, Quantizer
 
@@ -99,11 +110,17 @@ def _autoawq() -> tuple[dict[str, type], type, type]:
 @contextlib.contextmanager
 def _staged(source: Path, out: Path, device: str) -> Iterator[PreTrainedModel]:
     """Yield the staged copy, verified in float32; in float32 on a CPU, in AutoAWQ's float16 on a GPU."""
-    options = {"trust_remote_code": False, "use_safetensors": True, "use_cache": False, "output_loading_info": True}
     with tempfile.TemporaryDirectory(dir=out) as staged:
         staging.stage(source, Path(staged))
-        options |= {"torch_dtype": torch.float32, "device_map": device}
-        model, loading = AutoModelForCausalLM.from_pretrained(staged, **options)
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            staged,
+            torch_dtype=torch.float32,
+            device_map=device,
+            trust_remote_code=False,
+            use_safetensors=True,
+            use_cache=False,
+            output_loading_info=True,
+        )
         staging.verify(model, loading, source)
         model.eval().requires_grad_(False)
         yield model if device == "cpu" else model.half()
@@ -129,14 +146,15 @@ def best_clip(weight: Tensor, inputs: Tensor, group_size: int, quantize_matrix: 
     tokens = inputs.to(weight.device).float().reshape(-1, groups.shape[1], group_size)
     products = torch.einsum("tgi,tgj->gij", tokens, tokens) / len(tokens)
     largest = groups.abs().amax(-1, keepdim=True)
-    best, least = largest, torch.full_like(largest, torch.inf)
+    best_limit = largest
+    best_loss = torch.full_like(largest, torch.inf)
     for step in range(CLIP_STEPS // 2):
         limit = largest * (1 - step / CLIP_STEPS)
         change = quantize_matrix(groups.clamp(-limit, limit).flatten(1)).reshape_as(groups) - groups
         loss = (torch.einsum("ogi,gij->ogj", change, products) * change).sum(-1, keepdim=True)
-        best = torch.where(loss < least, limit, best)
-        least = torch.minimum(loss, least)
-    return best.to(weight.dtype)
+        best_limit = torch.where(loss < best_loss, limit, best_limit)
+        best_loss = torch.minimum(loss, best_loss)
+    return best_limit.to(weight.dtype)
 
 
 def copy_state(module: torch.nn.Module, state: dict, prefix: str, metadata: dict) -> None:

@@ -15,9 +15,9 @@ def digest(texts: Sequence[str]) -> str:
 def rows(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """Return calibration texts as rows of one length, so that no row is padded and none is dropped.
 
-    AutoAWQ on its own drops long texts and cuts the others into blocks, of which a small set can give none. Here every
-    text begins a row, so that its tokens have the positions that they have in evaluation, and the texts that follow
-    fill the row up to the length of the longest.
+    AutoAWQ on its own drops long texts and cuts the others into blocks; a small set can end up without any block. Here
+    every text begins a row, so that its tokens have the positions that they have in evaluation, and the texts that
+    follow fill the row up to the length of the longest.
 
     Args:
         texts: N lists of token ids.
@@ -34,10 +34,12 @@ def rows(texts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
         raise BadInput("This scheme needs calibration texts that are not empty: expected chat-rendered training texts.")
     longest = max(lengths)
     if longest > max_tokens:
-        text = f"Calibration text {lengths.index(longest)} has {longest} tokens"
-        raise BadInput(f"{text}, but at most {max_tokens} are allowed: raise quantize.calibration_max_tokens.")
-    filled = []
+        raise BadInput(
+            f"Calibration text {lengths.index(longest)} has {longest} tokens, but at most {max_tokens} are allowed: "
+            "raise quantize.calibration_max_tokens."
+        )
+    filled_rows = []
     for start in range(len(texts)):
-        following = (texts[place % len(texts)] for place in count(start))
-        filled.append(list(islice(chain.from_iterable(following), longest)))
-    return filled
+        texts_from_start = (texts[index % len(texts)] for index in count(start))  # endless: the first follows the last
+        filled_rows.append(list(islice(chain.from_iterable(texts_from_start), longest)))
+    return filled_rows

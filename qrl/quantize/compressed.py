@@ -5,6 +5,9 @@ calibration texts; on a CPU that pass runs in float32 (bfloat16 took ten times a
 it), and the result is stored in the source's own dtype. Source: GPTQ: Frantar et al. (arXiv 2210.17323). AWQ: Lin et
 al. (arXiv 2306.00978). AutoRound: Cheng et al. (arXiv 2309.05516). SpinQuant: Liu et al. (arXiv 2405.16406), with fixed
 Hadamard rotations instead of learned ones. Others: the presets of compressed-tensors.
+
+`quantize` loads the model, has llm-compressor's `oneshot` apply a list of modifiers (`_recipe`), and saves it. A new
+scheme of llm-compressor's is an entry in `_PRESETS`, or a modifier in `_recipe`.
 """
 
 import contextlib
@@ -25,6 +28,7 @@ from qrl.quantize.settings import CALIBRATED, GPTQ, GROUPED, Settings
 
 BATCH = 16  # calibration rows in one forward pass
 _AS_NAMED = (names.NVFP4, names.NVFP4A16, names.MXFP4A16, names.MXFP8, names.W8A8, names.FP8_BLOCK, names.W4AFP8)
+# Scheme → preset of compressed-tensors.
 _PRESETS = {names.FP8: "FP8_DYNAMIC", **{scheme: scheme.upper().replace("-", "_") for scheme in _AS_NAMED}}
 
 
@@ -44,23 +48,26 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
 
 
 def _compressed(oneshot: Callable, source: Path, settings: Settings, rows: Sequence, device: str) -> PreTrainedModel:
-    on_cpu = settings.scheme in CALIBRATED and device == "cpu"
-    model, stored = _load(source, in_float32=on_cpu)
-    batch = 1 if settings.scheme == names.AUTOROUND else BATCH  # it makes batches of its own
-    oneshot(model=model, recipe=_recipe(settings, model.config), dataset=_batches(rows, batch))
-    if on_cpu and settings.scheme == names.NVFP4:
-        ranges = {key: value for key, value in model.state_dict().items() if key.endswith("input_global_scale")}
-        model, _ = _load(source, in_float32=False)  # scales from the stored weights, as for NVFP4A16
+    calibrates_on_cpu = settings.scheme in CALIBRATED and device == "cpu"
+    model, stored_dtype = _load(source, in_float32=calibrates_on_cpu)
+    batch_size = 1 if settings.scheme == names.AUTOROUND else BATCH  # AutoRound makes batches of its own
+    oneshot(model=model, recipe=_recipe(settings, model.config), dataset=_batches(rows, batch_size))
+    if calibrates_on_cpu and settings.scheme == names.NVFP4:
+        # The ranges of activations come from the pass in float32. The scales of weights must come from the stored
+        # weights, as for NVFP4A16, so the model is quantized again in its own dtype.
+        state = model.state_dict()
+        input_scales = {name: scale for name, scale in state.items() if name.endswith("input_global_scale")}
+        model, _ = _load(source, in_float32=False)
         oneshot(model=model, recipe=_recipe(settings, model.config), dataset=_batches(rows[:1]))
-        model.load_state_dict(ranges, strict=False)
-    _cast(model, stored)
+        model.load_state_dict(input_scales, strict=False)
+    _cast(model, stored_dtype)
     return model
 
 
 def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence) -> PreTrainedModel:
     """Round to nearest in a format of `train.qat`, in float32, as training does with its masters.
 
-    Training stores the scales of NVFP4's activations beside its masters; `rows` calibrate them where it did not.
+    Training stores the scales of NVFP4's activations with its masters; `rows` calibrate them where it did not.
     """
     from compressed_tensors.offload import update_offload_parameter
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -70,11 +77,14 @@ def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence
     scheme = rounding.scheme(name, settings.group_size or groups.USUAL)
     scheme = scheme.model_copy(update={"targets": list(linears.covered(model, name))})
     recipe = QuantizationModifier(config_groups={"group_0": scheme}, ignore=[])
-    calibrates = linears.needs_calibration(name)
-    scales = linears.read_activation_scales(source) if calibrates else None
-    data = {"dataset": _batches(rows)} if calibrates and scales is None else {"pipeline": "datafree"}
-    oneshot(model=model, recipe=recipe, **data)
-    for path, scale in (scales or {}).items():
+    has_input_scales = linears.needs_calibration(name)
+    trained_scales = linears.read_activation_scales(source) if has_input_scales else None
+    if has_input_scales and trained_scales is None:
+        oneshot(model=model, recipe=recipe, dataset=_batches(rows))
+        return model
+
+    oneshot(model=model, recipe=recipe, pipeline="datafree")
+    for path, scale in (trained_scales or {}).items():
         linear = model.get_submodule(path)  # offloaded on a GPU, where reading a parameter gives a copy
         update_offload_parameter(linear, "input_global_scale", torch.full_like(linear.input_global_scale, scale))
     return model
@@ -97,8 +107,8 @@ def _oneshot_on(device: str) -> Iterator[Callable]:
         # It centers embeddings, which LayerNorm would ignore; models of `ROTATABLE` have RMSNorm and would change.
         patches.enter_context(patch_attr(spinquant, "center_embeddings", lambda embedding: None))
         if not torch.accelerator.is_available():  # there is nothing to pin memory for, and AWQ would die of it
-            unpinned = classmethod(lambda cls, value: None)
-            patches.enter_context(patch_attr(IntermediatesCache, "_pin_intermediate", unpinned))
+            do_nothing = classmethod(lambda cls, value: None)
+            patches.enter_context(patch_attr(IntermediatesCache, "_pin_intermediate", do_nothing))
         yield oneshot
 
 
@@ -109,8 +119,10 @@ def quiet_oneshot() -> Callable:
             from llmcompressor import oneshot
             from loguru import logger
     except ImportError as error:
-        advice = "run under `mlflow run . -e quantize … --env-manager uv`, whose environment has it"
-        raise QrlError(f"llm-compressor cannot be imported here ({error}): {advice}, or choose nf4 or int8.") from None
+        raise QrlError(
+            f"llm-compressor cannot be imported here ({error}): run under `mlflow run . -e quantize … --env-manager "
+            "uv`, whose environment has it, or choose nf4 or int8."
+        ) from None
     logger.disable("llmcompressor")
     logger.disable("compressed_tensors")
     return oneshot
@@ -118,9 +130,10 @@ def quiet_oneshot() -> Callable:
 
 def _load(source: Path, *, in_float32: bool) -> tuple[PreTrainedModel, torch.dtype]:
     """Return the model, and the dtype for unquantized tensors: the source's own, or bfloat16 for float32 masters."""
-    stored = {"float16": torch.float16}.get(checkpoint.main_dtype(checkpoint.entries(source)), torch.bfloat16)
-    model = pretrained.load(source, dtype=torch.float32 if in_float32 else stored)
-    return model.eval(), stored
+    is_float16 = checkpoint.main_dtype(checkpoint.entries(source)) == "float16"
+    stored_dtype = torch.float16 if is_float16 else torch.bfloat16
+    model = pretrained.load(source, dtype=torch.float32 if in_float32 else stored_dtype)
+    return model.eval(), stored_dtype
 
 
 def _recipe(settings: Settings, config: PretrainedConfig) -> list:
@@ -130,25 +143,35 @@ def _recipe(settings: Settings, config: PretrainedConfig) -> list:
     from llmcompressor.modifiers.transform.awq import AWQModifier
 
     if settings.scheme in GROUPED:
-        bits = settings.bits or (8 if settings.scheme == names.W8A16 else 4)
-        grid = {"type": "int", "num_bits": bits, "symmetric": settings.symmetric is not False}
-        weights = QuantizationArgs(strategy="group", group_size=settings.group_size, **grid)
+        default_bits = 8 if settings.scheme == names.W8A16 else 4
+        weights = QuantizationArgs(
+            type="int",
+            num_bits=settings.bits or default_bits,
+            symmetric=settings.symmetric is not False,
+            strategy="group",
+            group_size=settings.group_size,
+        )
         scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     else:
         scheme = preset_name_to_scheme(_PRESETS[settings.scheme], ["Linear"])
     if settings.scheme == names.W4AFP8:
         scheme.format = "pack-quantized"  # what vLLM reads; by default each code would take a byte
-    chosen = {"config_groups": {"group_0": scheme}, "ignore": [HEAD]}
+
+    scope = {"config_groups": {"group_0": scheme}, "ignore": [HEAD]}
     if settings.scheme in GPTQ:
-        return [GPTQModifier(**chosen)]
+        return [GPTQModifier(**scope)]
     if settings.scheme == names.AUTOROUND:
         from llmcompressor.modifiers.autoround import AutoRoundModifier
 
-        return [AutoRoundModifier(**chosen, enable_torch_compile=False)]  # it would compile each layer anew
-    before = [AWQModifier()] if settings.scheme == names.AWQ_CT else []
+        return [AutoRoundModifier(**scope, enable_torch_compile=False)]  # it would compile each layer anew
+    modifiers: list = []
+    if settings.scheme == names.AWQ_CT:
+        modifiers.append(AWQModifier())
     if settings.scheme == names.SPINQUANT:
-        before = [SpinQuantModifier(transform_block_size=config.hidden_size & -config.hidden_size)]  # its largest 2^n
-    return [*before, QuantizationModifier(**chosen)]
+        largest_power_of_two = config.hidden_size & -config.hidden_size  # that divides the hidden size
+        modifiers.append(SpinQuantModifier(transform_block_size=largest_power_of_two))
+    modifiers.append(QuantizationModifier(**scope))
+    return modifiers
 
 
 def _batches(rows: Sequence[Sequence[int]], size: int = BATCH):

@@ -1,4 +1,4 @@
-"""How far quantization moves a model's hidden states, layer by layer; states that SpinQuant turned are turned back."""
+"""How far quantization moves a model's hidden states, layer by layer; SpinQuant's rotation of them is undone first."""
 
 from __future__ import annotations
 
@@ -24,19 +24,23 @@ def measure(source: Path, quantized: Path, rows: Sequence[Sequence[int]], device
     from qrl.engine import device as devices
     from qrl.engine import hf
 
-    hidden = []
-    for folder in (source, quantized):
+    def states_of(folder: Path) -> list[Tensor]:
         model, _ = hf.load(folder, device, devices.compute_dtype("auto", device))
-        hidden.append(states(model, rows))
-        del model
+        hidden = states(model, rows)
+        del model  # before the next one is loaded
         if device == "cuda":
             torch.cuda.empty_cache()
-    original, moved = hidden
+        return hidden
+
+    original_states = states_of(source)
+    quantized_states = states_of(quantized)
     quantization = checkpoint.config(quantized).get("quantization_config") or {}
-    if stream := rotation.of(quantization).get(rotation.STREAM):
-        moved = [rotation.turned(layer, stream["head_dim"]) for layer in moved]
-        moved[-1] *= dict(checkpoint.tensors(source, [_LAST_NORM]))[_LAST_NORM].float()  # the head holds it there
-    return between(original, moved)
+    stream = rotation.of(quantization).get(rotation.STREAM)
+    if stream:
+        quantized_states = [rotation.turned(layer, stream["head_dim"]) for layer in quantized_states]
+        # SpinQuant has moved the last norm's weight into the head.
+        quantized_states[-1] *= dict(checkpoint.tensors(source, [_LAST_NORM]))[_LAST_NORM].float()
+    return between(original_states, quantized_states)
 
 
 def states(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:
@@ -54,5 +58,8 @@ def states(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[Tensor
 
 def between(original: Sequence[Tensor], quantized: Sequence[Tensor]) -> tuple[float, ...]:
     """Return ||H − H'||² / ||H||² of each layer's states, dimensionless; 0 is lossless."""
-    pairs = zip(original, quantized, strict=True)
-    return tuple(((after - before).square().sum() / before.square().sum()).item() for before, after in pairs)
+    errors = []
+    for layer, quantized_layer in zip(original, quantized, strict=True):
+        error = (quantized_layer - layer).square().sum() / layer.square().sum()
+        errors.append(error.item())
+    return tuple(errors)

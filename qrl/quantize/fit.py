@@ -31,8 +31,10 @@ def check_fit(source: Path, settings: Settings) -> None:
         BadInput: the model is a mixture of experts or a state-space model, a matrix is not in a linear and would stay
             in full precision, groups do not divide a layer, or SpinQuant cannot rotate it; the sentence names it.
     """
-    config, is_awq = checkpoint.config(source), settings.scheme == names.AWQ
-    model = pretrained.skeleton(staging.rewrite(config) if is_awq else config)  # awq's transformers is older
+    config = checkpoint.config(source)
+    if settings.scheme == names.AWQ:  # in an environment with an older transformers
+        config = staging.rewrite(config)
+    model = pretrained.skeleton(config)
     if settings.scheme in names.ROUNDED:
         if settings.group_size == groups.AUTO:
             settings = settings.with_groups(_fitting(linears.covered(model, settings.rounding).values()))
@@ -43,8 +45,8 @@ def check_fit(source: Path, settings: Settings) -> None:
         _check_rotatable(model.config)
     if settings.group_size:
         settings = settings.with_groups(_fitting(_quantized(model).values()))
-        fixed, outputs = settings.scheme in choices.FIXED_GROUP, choices.OUTPUTS.get(settings.scheme, 1)
-        check_widths(model, settings.group_size, outputs, fixed)
+        outputs = choices.OUTPUTS.get(settings.scheme, 1)
+        check_widths(model, settings.group_size, outputs, fixed=settings.scheme in choices.FIXED_GROUP)
 
 
 def _fitting(linears: Iterable[torch.nn.Linear]) -> int:
@@ -56,18 +58,20 @@ def _quantized(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
     """Return the linears of a model by name, without the head."""
     from torch import nn
 
-    named = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {name: linear for name, linear in named.items() if name.split(".")[-1] != HEAD}
+    linear_of = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return {name: linear for name, linear in linear_of.items() if name.split(".")[-1] != HEAD}
 
 
 def _check_rotatable(config: PretrainedConfig) -> None:
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if config.model_type not in ROTATABLE:
         raise BadInput(
             f"SpinQuant rotates {', '.join(ROTATABLE)} here, not {config.model_type}: choose autoround or gptq."
         )
-    if width & (width - 1):
-        raise BadInput(f"SpinQuant rotates heads of 2^n dimensions, but these have {width}: choose autoround or gptq.")
+    if head_size & (head_size - 1):  # no power of two
+        raise BadInput(
+            f"SpinQuant rotates heads of 2^n dimensions, but these have {head_size}: choose autoround or gptq."
+        )
 
 
 def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1, fixed: bool = False) -> None:
@@ -75,20 +79,23 @@ def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1, fixe
 
     `fixed`: the format defines the group size, so that the recipe cannot choose another.
     """
-    named = _quantized(model)
-    if not named:
+    linear_of = _quantized(model)
+    if not linear_of:
         raise BadInput("The model has no linear layer to quantize: expected a transformer language model.")
-    for name, linear in named.items():
+    for name, linear in linear_of.items():
         if linear.in_features % group_size:
-            unfit = f"Layer {name} has {linear.in_features} inputs, which groups of {group_size} do not divide"
-            fitting = None if fixed else groups.fitting(other.in_features for other in named.values())
             advice = "choose a scheme with a scale per row, such as fp8 or w8a8"
-            if fitting:
-                advice = f"set quantize.group_size to {fitting}, which divides all, or to auto, or {advice}"
-            raise BadInput(f"{unfit}: {advice}.")
+            fitting_size = groups.fitting(linear.in_features for linear in linear_of.values())
+            if fitting_size and not fixed:
+                advice = f"set quantize.group_size to {fitting_size}, which divides all, or to auto, or {advice}"
+            raise BadInput(
+                f"Layer {name} has {linear.in_features} inputs, which groups of {group_size} do not divide: {advice}."
+            )
         if linear.out_features % outputs:
-            unfit = f"Layer {name} has {linear.out_features} outputs"
-            raise BadInput(f"{unfit}, but this scheme needs a multiple of {outputs}: use nf4 or fp8.")
+            raise BadInput(
+                f"Layer {name} has {linear.out_features} outputs, but this scheme needs a multiple of {outputs}: use "
+                "nf4 or fp8."
+            )
 
 
 def check_finite(source: Path) -> None:
@@ -99,5 +106,7 @@ def check_finite(source: Path) -> None:
     """
     for name, tensor in checkpoint.tensors(source):
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            spoilt = f"{source} holds NaN or infinity in {name}"
-            raise BadInput(f"{spoilt}, which every scheme would pass on: use weights that are finite.")
+            raise BadInput(
+                f"{source} holds NaN or infinity in {name}, which every scheme would pass on: use weights that are "
+                "finite."
+            )

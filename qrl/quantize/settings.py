@@ -1,4 +1,9 @@
-"""The settings that decide how a scheme stores weights, and a digest of them."""
+"""The settings that decide how a scheme stores weights, and a digest of them.
+
+Most schemes use only some settings of the recipe's section `quantize`. The tables say which: `CHOICES` is what the
+recipe chooses for whom, `FIXED_GROUP`, `SYMMETRIC` and `GPTQ` are what a format defines. `of` fills in a scheme's
+settings from both and leaves the others None, so that a setting without effect changes no digest.
+"""
 
 import hashlib
 import json
@@ -82,7 +87,8 @@ class Settings:
         settings = asdict(self)
         if self.scheme in GROUPED_ROUNDED and self.group_size == groups.USUAL:
             settings["group_size"] = None
-        if (file := settings.pop("format")) is not None:
+        file = settings.pop("format")
+        if file is not None:
             settings["format"] = process.file_digest(file)
         return settings
 
@@ -113,19 +119,35 @@ def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
         BadInput: the scheme is unknown, or its environment cannot make the calibration texts.
     """
     if scheme not in names.QUANTIZED_SCHEMES:
-        expected = ", ".join(names.QUANTIZED_SCHEMES)
-        raise BadInput(f"There is no scheme '{scheme}' to quantize to: expected one of {expected}.")
+        raise BadInput(
+            f"There is no scheme '{scheme}' to quantize to: expected one of {', '.join(names.QUANTIZED_SCHEMES)}."
+        )
     if scheme == names.RTN_FILE and recipe.format is None:
         raise BadInput(f"Scheme {scheme} rounds in the format of a file: set quantize.format to FILE.yaml.")
     if scheme == names.AWQ and recipe.calibration == ROLLOUTS:
-        unable = "Scheme awq runs in AutoAWQ's own environment, whose transformers cannot run the policy"
-        raise BadInput(f"{unable} for its rollouts: use scheme awq-ct, or quantize.calibration=task.")
-    chosen = {name: getattr(recipe, name) if scheme in users else None for name, users in CHOICES.items()}
-    defaults = {"group_size": FIXED_GROUP.get(scheme), "symmetric": SYMMETRIC.get(scheme), "bits": GPTQ.get(scheme)}
-    chosen |= {name: value for name, value in defaults.items() if chosen[name] is None}
-    sizes = {"samples": recipe.calibration_samples, "max_tokens": recipe.calibration_max_tokens}
-    chosen |= sizes if scheme in CALIBRATED else dict.fromkeys(sizes)
-    return Settings(scheme, seed=seed if recipe.calibration_seed is None else recipe.calibration_seed, **chosen)
+        raise BadInput(
+            "Scheme awq runs in AutoAWQ's own environment, whose transformers cannot run the policy for its rollouts: "
+            "use scheme awq-ct, or quantize.calibration=task."
+        )
+
+    def recipe_choice(name: str) -> Any:
+        return getattr(recipe, name) if scheme in CHOICES[name] else None
+
+    bits = recipe_choice("bits")
+    group_size = recipe_choice("group_size")
+    symmetric = recipe_choice("symmetric")
+    is_calibrated = scheme in CALIBRATED
+    return Settings(
+        scheme,
+        bits=GPTQ.get(scheme) if bits is None else bits,
+        group_size=FIXED_GROUP.get(scheme) if group_size is None else group_size,
+        symmetric=SYMMETRIC.get(scheme) if symmetric is None else symmetric,
+        calibration=recipe_choice("calibration"),
+        samples=recipe.calibration_samples if is_calibrated else None,
+        max_tokens=recipe.calibration_max_tokens if is_calibrated else None,
+        seed=seed if recipe.calibration_seed is None else recipe.calibration_seed,
+        format=recipe_choice("format"),
+    )
 
 
 def unheeded(
@@ -163,5 +185,6 @@ def unheeded(
 
 def _and(words: Sequence[str]) -> str:
     """Return words as a list in a sentence: `a`, `a and b`, `a, b and c`."""
-    *others, last = words
-    return f"{', '.join(others)} and {last}" if others else last
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} and {words[-1]}"

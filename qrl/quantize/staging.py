@@ -28,23 +28,27 @@ def rewrite(config: dict) -> dict:
     Raises:
         BadInput: 4.51 cannot express a setting.
     """
-    old = config | {"torch_dtype": config.get("dtype", config.get("torch_dtype"))}
+    rewritten = config | {"torch_dtype": config.get("dtype", config.get("torch_dtype"))}
     for key in ("dtype", "rope_parameters", "transformers_version"):
-        old.pop(key, None)
+        rewritten.pop(key, None)
     rope = config.get("rope_parameters")
     if rope is None:
-        return old
-    unfit = ""
+        return rewritten
+
+    inexpressible = ""
     if any(isinstance(value, dict) for value in rope.values()) or "rope_theta" not in rope:
-        unfit = f"these rope_parameters: {json.dumps(rope)}"
+        inexpressible = f"these rope_parameters: {json.dumps(rope)}"
     elif set(config.get("layer_types") or ()) - {"full_attention"}:
-        unfit = "layers of mixed attention (layer_types)"
-    if unfit:
-        raise BadInput(f"AutoAWQ's transformers 4.51 cannot express {unfit}; use nf4 instead.")
-    moved = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        inexpressible = "layers of mixed attention (layer_types)"
+    if inexpressible:
+        raise BadInput(f"AutoAWQ's transformers 4.51 cannot express {inexpressible}; use nf4 instead.")
+
+    # 4.51 has these two at the top level, and the rest of a scaling under `rope_scaling`.
+    top_level = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    rewritten |= top_level
     if rope.get("rope_type", "default") != "default":
-        moved["rope_scaling"] = {key: value for key, value in rope.items() if key not in moved}
-    return old | moved
+        rewritten["rope_scaling"] = {key: value for key, value in rope.items() if key not in top_level}
+    return rewritten
 
 
 def stage(source: Path, folder: Path) -> None:
@@ -66,19 +70,30 @@ def verify(model: PreTrainedModel, loading: dict, source: Path) -> None:
 
     tied = set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
     missing = set(loading["missing_keys"]) - tied
-    if left := sorted(missing.union(loading["unexpected_keys"], loading["mismatched_keys"])):
-        raise QrlError(f"AutoAWQ's transformers does not load {source} completely: {left[0]} is missing or left over.")
+    misfits = sorted(missing.union(loading["unexpected_keys"], loading["mismatched_keys"]))
+    if misfits:
+        raise QrlError(
+            f"AutoAWQ's transformers does not load {source} completely: {misfits[0]} is missing or left over."
+        )
+
     original = checkpoint.config(source)
     for key, value in original.items():
         loaded = json.loads(json.dumps(getattr(model.config, key, value), default=str))  # as in a file
         if key not in _FILE_KEYS | _TRANSLATED_KEYS and loaded != value:
-            read = f"AutoAWQ's transformers reads {key} of {source} as {loaded!r}"
-            raise QrlError(f"{read}, but it is {value!r}: nothing was quantized.")
+            raise QrlError(
+                f"AutoAWQ's transformers reads {key} of {source} as {loaded!r}, but it is {value!r}: nothing was "
+                "quantized."
+            )
+
+    # The frequencies follow from the base alone only where no scaling changes them.
     rope = original.get("rope_parameters") or {"rope_theta": original.get("rope_theta")}
-    if rope.get("rope_theta") and rope.get("rope_type", "default") == "default" and not original.get("rope_scaling"):
-        loaded = model.get_decoder().rotary_emb.inv_freq.float().cpu()
-        width = 2 * len(loaded)
-        expected = 1.0 / rope["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
-        if not torch.allclose(loaded, expected, rtol=1e-4):
-            read = f"AutoAWQ's transformers reads {source} with another rotary base"
-            raise QrlError(f"{read} than {rope['rope_theta']}: nothing was quantized.")
+    base = rope.get("rope_theta")
+    is_scaled = rope.get("rope_type", "default") != "default" or original.get("rope_scaling")
+    if base and not is_scaled:
+        frequencies = model.get_decoder().rotary_emb.inv_freq.float().cpu()
+        width = 2 * len(frequencies)
+        expected = 1.0 / base ** (torch.arange(0, width, 2).float() / width)
+        if not torch.allclose(frequencies, expected, rtol=1e-4):
+            raise QrlError(
+                f"AutoAWQ's transformers reads {source} with another rotary base than {base}: nothing was quantized."
+            )

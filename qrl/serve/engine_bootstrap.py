@@ -25,8 +25,8 @@ def main(parent: int, module: str) -> None:
     line = sys.stdin.readline()
     if not line:
         return
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), sys.stdin.fileno())
+    with open(os.devnull) as null:
+        os.dup2(null.fileno(), sys.stdin.fileno())
     sys.argv = [module, *json.loads(line)]
     del sys.modules[module]  # it runs again, as the main module; its own imports stay
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -19,7 +19,8 @@ from qrl.engine.vllm_support import shares
 from qrl.errors import BadInput
 from qrl.formats import plain
 
-TRANSFORMERS, VLLM = "transformers", "vllm"
+TRANSFORMERS = "transformers"
+VLLM = "vllm"
 # Run as `python -m`: the `vllm` command crashes in the CPU build.
 MODULES = {TRANSFORMERS: "qrl.serve.transformers_server", VLLM: "vllm.entrypoints.openai.api_server"}
 API_KEY = "QRL_API_KEY"  # the variable with the key that clients must send
@@ -66,9 +67,10 @@ def served_id(name: str, version: str | int) -> str:
 
     Characters of the name that a hub id cannot have (blanks, slashes, colons) become dashes.
     """
-    allowed = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
-    single = re.sub(r"([-.])[-.]+", r"\1", allowed)  # a hub id has no two of these in a row, nor at its ends
-    return f"{single[:96].strip('-.')}@{version}"
+    allowed_characters = re.sub(r"[^A-Za-z0-9._-]+", "-", name)
+    # A hub id has no two dots or dashes in a row, nor one at its ends.
+    single_marks = re.sub(r"([-.])[-.]+", r"\1", allowed_characters)
+    return f"{single_marks[:96].strip('-.')}@{version}"
 
 
 def default(device: str) -> str:
@@ -85,14 +87,20 @@ def check(engine: str) -> None:
         )
 
 
-def environment(engine: str, api_key: str | None, beside: bool = False) -> dict[str, str]:
-    """Return an engine's environment variables; `beside`: another engine runs on this machine."""
-    common = _QUIET | {"PYTHONPATH": os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))}
+def environment(engine: str, api_key: str | None, shares_machine: bool = False) -> dict[str, str]:
+    """Return an engine's environment variables; `shares_machine`: another engine runs on this machine."""
+    python_path = os.pathsep.join(filter(None, (_ROOT, os.environ.get("PYTHONPATH"))))
+    variables = _QUIET | {"PYTHONPATH": python_path}
     if engine == TRANSFORMERS:
-        return common | {API_KEY: api_key or ""}
-    # Otherwise every vLLM on a CPU pins itself to the same cores, and the serving engine, spinning, starves the other.
-    unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"} if beside else {}
-    return common | _CPU_CACHE | unbound | ({"VLLM_API_KEY": api_key} if api_key else {})
+        return variables | {API_KEY: api_key or ""}
+    variables |= _CPU_CACHE
+    if shares_machine:
+        # Otherwise every vLLM on a CPU pins itself to the same cores, and the serving engine, spinning, starves the
+        # new one.
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    if api_key:
+        variables["VLLM_API_KEY"] = api_key
+    return variables
 
 
 def arguments(engine: str, model: ServedModel, listen: tuple[str, int] | Path, scratch: Path) -> list[str]:
@@ -102,26 +110,51 @@ def arguments(engine: str, model: ServedModel, listen: tuple[str, int] | Path, s
         listen: host and port, or the path of a Unix socket (vLLM).
         scratch: the engine's empty folder.
     """
-    address = ["--uds", str(listen)] if isinstance(listen, Path) else ["--host", listen[0], "--port", str(listen[1])]
+    if isinstance(listen, Path):
+        address = ["--uds", str(listen)]
+    else:
+        host, port = listen
+        address = ["--host", host, "--port", str(port)]
     if engine == VLLM:
-        path, dtype = model.path, model.dtype
-        if unpacks(engine, path, model.device):
-            path, dtype = plain.write(path, scratch / "plain"), "fp32" if dtype == "auto" else dtype
-        options = ["--model", str(path.resolve()), "--served-model-name", model.id, *model.aliases]
-        options += ["--dtype", _DTYPES.get(dtype, "auto"), "--middleware", "qrl.serve.requests.Check"]
-        options += ["--override-generation-config", json.dumps(_NEUTRAL)]
-        options += ["--shutdown-timeout", str(DRAIN_S), *address]  # without it, running answers are cut off
-        if model.chat:
-            options += ["--default-chat-template-kwargs", json.dumps(model.chat)]
-        options += ["--kv-cache-dtype", "fp8"] if model.kv_fp8 else []
-        options += ["--tensor-parallel-size", str(model.gpus)] if model.gpus > 1 else []
-        if model.device == "cpu":
-            return [*options, "--enforce-eager"]
-        sizes = shares(model.memory or 1.0, model.cache_gib) if model.memory or model.cache_gib else {}
-        return [*options, *(w for key, value in sizes.items() for w in (f"--{key.replace('_', '-')}", str(value)))]
-    options = {"model": model.path.resolve(), "name": model.id, "device": model.device, "dtype": model.dtype}
-    options["chat"] = json.dumps(model.chat)
-    return [*(word for key, value in options.items() for word in (f"--{key}", str(value))), *address]
+        return _vllm_options(model, address, scratch)
+    return [
+        *("--model", str(model.path.resolve())),
+        *("--name", model.id),
+        *("--device", model.device),
+        *("--dtype", model.dtype),
+        *("--chat", json.dumps(model.chat)),
+        *address,
+    ]
+
+
+def _vllm_options(model: ServedModel, address: list[str], scratch: Path) -> list[str]:
+    path = model.path
+    dtype = model.dtype
+    if unpacks(VLLM, path, model.device):
+        path = plain.write(path, scratch / "plain")
+        if dtype == "auto":
+            dtype = "fp32"
+    options = [
+        *("--model", str(path.resolve())),
+        *("--served-model-name", model.id, *model.aliases),
+        *("--dtype", _DTYPES.get(dtype, "auto")),
+        *("--middleware", "qrl.serve.requests.Check"),
+        *("--override-generation-config", json.dumps(_NEUTRAL)),
+        *("--shutdown-timeout", str(DRAIN_S)),  # without it, running answers are cut off
+        *address,
+    ]
+    if model.chat:
+        options += ["--default-chat-template-kwargs", json.dumps(model.chat)]
+    if model.kv_fp8:
+        options += ["--kv-cache-dtype", "fp8"]
+    if model.gpus > 1:
+        options += ["--tensor-parallel-size", str(model.gpus)]
+    if model.device == "cpu":
+        options.append("--enforce-eager")
+    elif model.memory or model.cache_gib:
+        for name, value in shares(model.memory or 1.0, model.cache_gib).items():
+            options += [f"--{name.replace('_', '-')}", str(value)]
+    return options
 
 
 def unpacks(engine: str, path: Path, device: str) -> bool:

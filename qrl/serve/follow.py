@@ -1,9 +1,16 @@
-"""Serving a stage as it moves: the new version loads beside the old one, gets the traffic, and the old one drains.
+"""Serving a stage as it moves: the new version loads, takes over the traffic, and the old engine drains.
 
-The loop runs on the main thread, because engines die with the thread that started them; `proxy` passes requests on
-another. At most two engines run at once: one that serves, and one that loads or drains. A version that cannot take over
+An engine is in one of three places, at most one in each:
+
+    loading ──ready──► serving ──another takes over──► draining ──no requests, or its deadline──► ended
+       └──refused, failed, or the stage moved again──────────────►┘
+
+At most two engines run at once: one that serves, and one that loads or drains. A version that cannot take over
 (rejected by its gate, changed files, a dead engine) is reported once and ignored until the stage moves again; the old
 one keeps serving.
+
+The loop runs on the main thread, because engines die with the thread that started them; `proxy` passes requests on
+another.
 """
 
 import contextlib
@@ -19,7 +26,8 @@ from qrl.serve.process import Engine
 from qrl.serve.proxy import Proxy
 
 MEMORY = 0.45  # largest share of a GPU's memory for each of two engines
-EVERY_S, DRAIN_S = 5.0, 300.0
+EVERY_S = 5.0  # from one look at the registry to the next
+DRAIN_S = 300.0  # how long an engine that no longer serves may finish its answers
 _SOCKET = "engine.sock"
 
 
@@ -64,18 +72,20 @@ def run(
 class _Member:
     engine: Engine
     model: ServedModel
-    until: float = math.inf  # deadline of loading, draining or stopping, on the monotonic clock
-    stopped: bool = False
+    deadline: float = math.inf  # of loading, draining or stopping, on the monotonic clock
+    stopped: bool = False  # it was told to end
 
 
 class _Fleet(contextlib.AbstractContextManager):
     """The engines that serve, load and drain; the end of the `with` block ends them all."""
 
     def __init__(self, engine: Engine, model: ServedModel, stage: FollowedStage) -> None:
-        self.serving, self.stage, self.look_at = _Member(engine, model), stage, 0.0
+        self.stage = stage
+        self.serving = _Member(engine, model)
         self.loading: _Member | None = None
         self.draining: _Member | None = None
-        self.seen = int(model.version)  # the last version handled, served or refused
+        self.look_at = 0.0  # when to look at the registry again, on the monotonic clock
+        self.last_version = int(model.version)  # the last one that was handled, served or refused
         self.is_registry_down = False
 
     def __exit__(self, *_error: object) -> None:
@@ -102,20 +112,25 @@ class _Fleet(contextlib.AbstractContextManager):
         try:
             version = self.stage.version()
         except Exception as error:  # any error of a store that is down for a while; the engine that serves is untouched
-            reason, served = " ".join(str(error).split())[:300], self.serving.model.id
             if not self.is_registry_down:
-                self.stage.on_notice(f"The registry did not answer ({reason}); {served} keeps serving, lookups go on.")
+                reason = " ".join(str(error).split())[:300]
+                serves = f"{self.serving.model.id} keeps serving"
+                self.stage.on_notice(f"The registry did not answer ({reason}); {serves}, lookups go on.")
             self.is_registry_down = True
             return
         self.is_registry_down = False
-        if version == self.seen or self.draining:
+        if version == self.last_version or self.draining:
             return
         if self.loading:
             self._abandon()  # and look again once it has ended and freed its memory
             return
-        self.seen = version
+        self.last_version = version
         if version == int(self.serving.model.version):  # the stage moved back before another version took over
             return
+        self._start_loading(version)
+
+    def _start_loading(self, version: int) -> None:
+        """Start an engine with a version, if its gate passed it; report it otherwise."""
         engine = None
         try:
             engine = self.stage.start()
@@ -130,7 +145,7 @@ class _Fleet(contextlib.AbstractContextManager):
     def _take_over(self, new: _Member, proxy: Proxy) -> None:
         try:
             if not new.engine.ready():
-                if time.monotonic() > new.until:
+                if time.monotonic() > new.deadline:
                     raise new.engine.failure(f"did not answer within {server.READY_TIMEOUT_S} s")
                 return
         except QrlError as error:
@@ -138,24 +153,30 @@ class _Fleet(contextlib.AbstractContextManager):
             self._refuse(int(new.model.version), error)
             return
         proxy.switch_to(new.engine.listen)
-        old, drain_s = self.serving, self.stage.drain_s
-        old.until = time.monotonic() + drain_s
-        self.serving, self.loading, self.draining = new, None, old
-        old.engine.log.echo, new.engine.log.echo = False, True
+        old = self.serving
+        old.deadline = time.monotonic() + self.stage.drain_s
+        self.serving = new
+        self.loading = None
+        self.draining = old
+        old.engine.log.echo = False
+        new.engine.log.echo = True
+
         running = proxy.in_flight(old.engine.listen)
-        left = f"{old.model.id} has {drain_s:.0f} s to finish its {running} running requests"
-        self.stage.on_switch(new.model, f"{new.model.id} serves now; {left}.")
+        drains = f"{old.model.id} has {self.stage.drain_s:.0f} s to finish its {running} running requests"
+        self.stage.on_switch(new.model, f"{new.model.id} serves now; {drains}.")
 
     def _drain(self, old: _Member, proxy: Proxy) -> None:
         """End the old engine once it has no requests, or at its deadline."""
-        now, running = time.monotonic(), proxy.in_flight(old.engine.listen)
-        if not old.stopped and (not running or now >= old.until):
+        now = time.monotonic()
+        running = proxy.in_flight(old.engine.listen)
+        if not old.stopped and (not running or now >= old.deadline):
             if running:
-                stopped = f"The old engine is stopped after {self.stage.drain_s:.0f} s"
-                self.stage.on_notice(f"{stopped}; its {running} running requests have {engines.DRAIN_S} s left.")
+                deadline = f"The old engine is stopped after {self.stage.drain_s:.0f} s"
+                self.stage.on_notice(f"{deadline}; its {running} running requests have {engines.DRAIN_S} s left.")
             old.engine.stop()
-            old.stopped, old.until = True, now + old.engine.grace_s
-        elif old.stopped and (old.engine.process.poll() is not None or now >= old.until):
+            old.stopped = True
+            old.deadline = now + old.engine.grace_s
+        elif old.stopped and (old.engine.process.poll() is not None or now >= old.deadline):
             old.engine.reap()
             proxy.forget(old.engine.listen)
             self.draining = None
@@ -165,5 +186,7 @@ class _Fleet(contextlib.AbstractContextManager):
         self.stage.on_refusal(version, sentence)
 
     def _abandon(self) -> None:
-        self.draining, self.loading = self.loading, None
-        self.draining.until = 0.0
+        """Let the engine that loads drain, which has nothing to finish: it is stopped at once."""
+        self.draining = self.loading
+        self.loading = None
+        self.draining.deadline = 0.0

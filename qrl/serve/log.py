@@ -15,9 +15,11 @@ from typing import IO
 from qrl.errors import BadInput
 from qrl.serve import engine_bootstrap
 
-KEPT_LINES, LAST_LINES = 400, 15  # kept in memory; printed if the engine fails
+KEPT_LINES = 400  # in memory
+LAST_LINES = 15  # printed if the engine fails
 LONGEST = 1 << 16  # characters of a line; what follows counts as another
-FILE_BYTES, FILES = 10 << 20, 5  # a log file is renamed to FILE.1 at this size, FILE.1 to FILE.2, …; the last one goes
+FILE_BYTES = 10 << 20  # a log file is renamed to FILE.1 at this size, FILE.1 to FILE.2, …
+FILES = 5  # renamed ones; the oldest is deleted
 Write = Callable[[str], object]  # of one line, its end included
 # The last line of a traceback, after the prefix of vLLM's log; the first such line is the cause of the others.
 _ERROR = re.compile(r"^(?:\([^)]*\) )?(?:ERROR \S+ \S+ \[[^]]*\] )?((?:\w+\.)*(\w*(?:Error|Exception)\b(?:: .*)?))$")
@@ -43,7 +45,8 @@ class EngineLog:
         self.join()
         if self._write or not self.echo:
             sys.stderr.write("".join(f"  {line}\n" for line in list(self._lines)[-LAST_LINES:]))
-        if error := cause(self._lines):
+        error = cause(self._lines)
+        if error:
             return f": {error.rstrip('.')[:400]}"
         return "; see its last lines, above" if self._lines else ", without any output"
 
@@ -76,8 +79,12 @@ def rotating(path: Path) -> Write:
 
 def cause(log: Iterable[str]) -> str | None:
     """Return the first error of an engine's log, which caused the others; None without one."""
-    for line, after in itertools.pairwise([*log, ""]):
-        if (match := _ERROR.match(line)) and "See root cause above" not in line:
-            # Pydantic gives its own reason on the next line.
-            return f"{match[2]}: {after.strip()}" if "validation error" in match[2] else match[2]
+    for line, next_line in itertools.pairwise([*log, ""]):
+        match = _ERROR.match(line)
+        if not match or "See root cause above" in line:
+            continue
+        error = match[2]
+        if "validation error" in error:  # pydantic gives its own reason on the next line
+            return f"{error}: {next_line.strip()}"
+        return error
     return None

@@ -25,7 +25,8 @@ from qrl.serve.log import EngineLog, Write
 from qrl.workspace import Scratch
 
 # From SIGTERM to SIGKILL; a running answer may finish.
-GRACE_LOADING_S, GRACE_SERVING_S = 1, engines.DRAIN_S + 5
+GRACE_LOADING_S = 1
+GRACE_SERVING_S = engines.DRAIN_S + 5
 
 
 class Engine(contextlib.AbstractContextManager):
@@ -41,7 +42,7 @@ class Engine(contextlib.AbstractContextManager):
         Args:
             engine: "transformers" or "vllm".
             api_key: for clients to send; passed by the environment, since anybody may read a command line.
-            shares: another engine will run beside it.
+            shares: another engine will run on this machine at the same time.
             write: gets the lines of its output; default: stderr, once it serves.
 
         Raises:
@@ -49,7 +50,8 @@ class Engine(contextlib.AbstractContextManager):
         """
         engines.check(engine)
         self.engine = engine
-        self.serving = self._reaped = False
+        self.serving = False
+        self._reaped = False
         self.listen: tuple[str, int] | Path | None = None  # set by `load`; a path is a Unix socket's
         self._scratch = Scratch("qrl-engine-")
         self.scratch = self._scratch.path
@@ -65,10 +67,10 @@ class Engine(contextlib.AbstractContextManager):
             start_new_session=True,
         )
         self.log = EngineLog(self.process.stdout, write)
-        self._at: dict[str, float] = {}  # event → its time on the monotonic clock
+        self._times: dict[str, float] = {}  # event → its time on the monotonic clock
         self._mismatch: QrlError | None = None
-        self._model: ServedModel | None = None  # set by `load`, with the state of its files
-        self._before: list[tuple] = []
+        self._model: ServedModel | None = None  # set by `load`
+        self._files_at_load: list[tuple] = []  # the state of its files then
 
     def __exit__(self, *_error: object) -> None:
         self.stop()
@@ -83,8 +85,10 @@ class Engine(contextlib.AbstractContextManager):
 
     def load(self, model: ServedModel, listen: tuple[str, int] | Path) -> None:
         """Make it load a checkpoint, and verify the files meanwhile; vLLM can listen on a Unix socket's path."""
-        self.listen, self._model, self._before = listen, model, checkpoint.state(model.path)
-        self._at["load"] = time.monotonic()
+        self.listen = listen
+        self._model = model
+        self._files_at_load = checkpoint.state(model.path)
+        self._times["load"] = time.monotonic()
         options = engines.arguments(self.engine, model, listen, self.scratch)
         with contextlib.suppress(BrokenPipeError):  # it died already: `ready` reports how
             self.process.stdin.write(json.dumps(options) + "\n")
@@ -101,10 +105,10 @@ class Engine(contextlib.AbstractContextManager):
             raise self._mismatch
         if self.process.poll() is not None:
             raise self.failure("died while loading the model")
-        if "healthy" not in self._at and _healthy(self.listen):
-            self._at["healthy"] = time.monotonic()
-        if not self.serving and {"verified", "healthy"} <= self._at.keys():
-            if checkpoint.state(self._model.path) != self._before:  # it may have read others than were verified
+        if "healthy" not in self._times and _healthy(self.listen):
+            self._times["healthy"] = time.monotonic()
+        if not self.serving and {"verified", "healthy"} <= self._times.keys():
+            if checkpoint.state(self._model.path) != self._files_at_load:  # it may have read others than were verified
                 raise QrlError(f"The files of {self._model.id} changed while they were loaded: serve it again.")
             self.serving = True
         return self.serving
@@ -114,10 +118,12 @@ class Engine(contextlib.AbstractContextManager):
 
         Added is the time between the end of its imports and `load`, and the time since both were done.
         """
-        began = self._at["load"]
-        load, verify = self._at["healthy"] - began, self._at["verified"] - began
-        waited = max(0.0, began - self.log.imported_at)
-        return {"load": load, "verify": verify, "added": waited + time.monotonic() - began - max(load, verify)}
+        start = self._times["load"]
+        load = self._times["healthy"] - start
+        verify = self._times["verified"] - start
+        waited = max(0.0, start - self.log.imported_at)
+        elapsed = time.monotonic() - start
+        return {"load": load, "verify": verify, "added": waited + elapsed - max(load, verify)}
 
     def stop(self) -> None:
         """Ask it to end; it may finish running answers for `grace_s`."""
@@ -138,14 +144,15 @@ class Engine(contextlib.AbstractContextManager):
 
     def failure(self, what: str) -> QrlError:
         """Return an error in one sentence that quotes the engine's own first error; print its last lines to stderr."""
-        reason, code = self.log.reason(), self.process.poll()
-        exited = "" if code is None else f" (exit code {code})"
-        return QrlError(f"The serving engine {what}{exited}{reason}.")
+        reason = self.log.reason()
+        code = self.process.poll()
+        exit_code = "" if code is None else f" (exit code {code})"
+        return QrlError(f"The serving engine {what}{exit_code}{reason}.")
 
     def _verify(self, verify: Callable[[], object]) -> None:
         try:
             verify()
-            self._at["verified"] = time.monotonic()
+            self._times["verified"] = time.monotonic()
         except QrlError as error:
             self._mismatch = error
         except Exception as error:  # a failing disk, say; `ready` raises it, since nobody sees this thread
@@ -155,7 +162,8 @@ class Engine(contextlib.AbstractContextManager):
 def _healthy(listen: tuple[str, int] | Path) -> bool:
     """Return whether /health answers 200, bypassing any proxy; both engines listen only once the model is loaded."""
     host, port = ("localhost", 80) if isinstance(listen, Path) else listen
-    connection = http.client.HTTPConnection({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port, timeout=5)
+    address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    connection = http.client.HTTPConnection(address, port, timeout=5)
     with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
         if isinstance(listen, Path):
             connection.sock = socket.socket(socket.AF_UNIX)

@@ -31,7 +31,9 @@ class Proxy:
 
     def __init__(self, host: str, port: int, drain_s: float) -> None:
         """Args: address to listen on, and the time limit for requests that run at the end of the block, in seconds."""
-        self._host, self._port, self._drain_s = host, port, drain_s
+        self._host = host
+        self._port = port
+        self._drain_s = drain_s
         self._current: Path | None = None
         self._in_flight: Counter[Path] = Counter()
         self._sessions: dict[Path, ClientSession] = {}
@@ -60,7 +62,8 @@ class Proxy:
 
     def forget(self, socket: Path) -> None:
         """Close the connections to an engine that has ended."""
-        if session := self._sessions.pop(socket, None):
+        session = self._sessions.pop(socket, None)
+        if session:
             self._wait(session.close())
 
     def _wait(self, work: Coroutine) -> None:
@@ -72,11 +75,14 @@ class Proxy:
         if socket not in self._sessions:
             # One connection a request: an engine closes idle ones after seconds, and a request sent just then is lost.
             connector = aiohttp.UnixConnector(str(socket), limit=0, force_close=True)
-            unchanged = {"auto_decompress": False, "cookie_jar": aiohttp.DummyCookieJar()}
             self._sessions[socket] = aiohttp.ClientSession(
-                connector=connector, timeout=aiohttp.ClientTimeout(), **unchanged
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(),
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
             )
-        is_first, self._current = self._current is None, socket
+        is_first = self._current is None
+        self._current = socket
         if is_first:
             await self._listen()
 
@@ -86,8 +92,9 @@ class Proxy:
         logging.getLogger("aiohttp.server").setLevel(logging.CRITICAL)  # a client that disconnects is not an error
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._forward)
-        options = {"handler_cancellation": True, "access_log": None, "auto_decompress": False}
-        self._runner = web.AppRunner(app, shutdown_timeout=self._drain_s, **options)
+        self._runner = web.AppRunner(
+            app, shutdown_timeout=self._drain_s, handler_cancellation=True, access_log=None, auto_decompress=False
+        )
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
@@ -136,5 +143,6 @@ class Proxy:
 
 def _message_headers(headers) -> list[tuple[str, str]]:
     """Return the headers of the message itself, in order, with repeated ones."""
-    named = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
-    return [(name, value) for name, value in headers.items() if name.lower() not in _HOP_BY_HOP | named]
+    of_connection = {name.strip().lower() for name in headers.get("Connection", "").split(",")}
+    dropped = _HOP_BY_HOP | of_connection
+    return [(name, value) for name, value in headers.items() if name.lower() not in dropped]

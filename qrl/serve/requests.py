@@ -1,7 +1,7 @@
 """Requests of OpenAI's API, checked before an engine reads them: a field is honoured, or the answer is 400.
 
 `Chat` and `Text` are what the transformers server honours. vLLM ignores fields that it does not know and renders any
-role, so `Check` stands before it. README.md has the table of what each engine honours.
+role, so `Check` checks its requests first. README.md has the table of what each engine honours.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class Refusal(Exception):
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        self.param = param  # the field to blame
+        self.code = code  # OpenAI's name of the error
+        self.status = status
 
     def response(self) -> JSONResponse:
         """Return the error in OpenAI's form."""
@@ -143,7 +145,7 @@ class Text(Sampling):
     best_of: Literal[1] | None = None
 
 
-Asked = TypeVar("Asked", bound=Sampling)
+AnyRequest = TypeVar("AnyRequest", bound=Sampling)
 
 
 async def body_of(request: Request) -> bytes:
@@ -156,7 +158,7 @@ async def body_of(request: Request) -> bytes:
     return bytes(body)
 
 
-def parse(kind: type[Asked], body: bytes) -> Asked:
+def parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     """Return a request from its body.
 
     Raises:
@@ -169,24 +171,34 @@ def parse(kind: type[Asked], body: bytes) -> Asked:
 
 
 def _refusal(error: ValidationError) -> Refusal:
+    """Return the refusal for the first error of a request, in words for its client."""
     first = error.errors(include_url=False)[0]
-    place, reason = first["loc"], first["msg"]
-    depth = 3 if place[:1] == ("messages",) else 1  # what follows is pydantic's name of a type
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place[:depth]).removeprefix(".")
-    if first["type"] == "value_error":
+    location = first["loc"]
+    reason = first["msg"]
+    if first["type"] == "value_error":  # of a validator of ours, which names the field first
         reason = reason.removeprefix("Value error, ")
         return Refusal(f"{reason}.", reason.split("`")[1], "invalid_value")
-    if not place:
+    if not location:
         return Refusal(f"The body is not what was expected ({reason}): send one JSON object.")
+
+    field = _field_name(location)
     if first["type"] == "missing":
-        return Refusal(f"`{param}` is missing: it is needed.", param, "missing_required_parameter")
+        return Refusal(f"`{field}` is missing: it is needed.", field, "missing_required_parameter")
     if first["type"] == "extra_forbidden":
-        return Refusal(f"`{param}` is no field that this engine honours: leave it out.", param, "unknown_parameter")
-    given = repr(first["input"])
-    given = given if len(given) <= _LONGEST_INPUT else f"{given[:_LONGEST_INPUT]}…"
+        return Refusal(f"`{field}` is no field that this engine honours: leave it out.", field, "unknown_parameter")
+    value = repr(first["input"])
+    if len(value) > _LONGEST_INPUT:
+        value = f"{value[:_LONGEST_INPUT]}…"
     if first["type"] == "none_required":
         reason = "It is not supported here: leave it out"
-    return Refusal(f"`{param}` is {given}. {reason}.", param, "invalid_value")
+    return Refusal(f"`{field}` is {value}. {reason}.", field, "invalid_value")
+
+
+def _field_name(location: tuple[str | int, ...]) -> str:
+    """Return a field as a client writes it: `messages[0].content`."""
+    depth = 3 if location[0] == "messages" else 1  # what follows is pydantic's name of a type
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[:depth]]
+    return "".join(parts).removeprefix(".")
 
 
 class Check:
@@ -197,7 +209,10 @@ class Check:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
         self.app = app
-        self.kinds = {"chat": _beside(ChatFields, ChatCompletionRequest), "text": _beside(Sampling, CompletionRequest)}
+        self.kinds = {
+            "chat": _with_engine_fields(ChatFields, ChatCompletionRequest),
+            "text": _with_engine_fields(Sampling, CompletionRequest),
+        }
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         from starlette.requests import Request
@@ -212,15 +227,17 @@ class Check:
         except Refusal as refusal:
             await refusal.response()(scope, receive, send)
             return
-        read = iter([{"type": "http.request", "body": body, "more_body": False}])
 
-        async def again() -> Any:
-            return next(read, None) or await receive()
+        # The body was read here, so the engine gets it from here, and what follows (a disconnection) from the server.
+        body_messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 
-        await self.app(scope, again, send)
+        async def receive_body_again() -> Any:
+            return next(body_messages, None) or await receive()
+
+        await self.app(scope, receive_body_again, send)
 
 
-def _beside(kind: type[Sampling], theirs: type[BaseModel]) -> type[Sampling]:
-    """Return a kind that also lets through the other fields of an engine, for the engine to check."""
-    others = theirs.model_fields.keys() - kind.model_fields.keys() - _WITHOUT_EFFECT
-    return create_model(kind.__name__, __base__=kind, **{name: (Any, None) for name in others})
+def _with_engine_fields(kind: type[Sampling], engine_kind: type[BaseModel]) -> type[Sampling]:
+    """Return a kind of request that also lets through the engine's own fields, for the engine to check."""
+    names = engine_kind.model_fields.keys() - kind.model_fields.keys() - _WITHOUT_EFFECT
+    return create_model(kind.__name__, __base__=kind, **{name: (Any, None) for name in names})

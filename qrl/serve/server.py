@@ -60,7 +60,8 @@ def check_port(host: str, port: int) -> None:
 
 def cannot_listen(host: str, port: int, error: OSError) -> BadInput:
     """Return the error for an address that cannot be listened on."""
-    where = f"{url(host, port).removeprefix('http://')} ({error.strerror or error})"
+    address = url(host, port).removeprefix("http://")
+    where = f"{address} ({error.strerror or error})"
     return BadInput(f"Cannot listen on {where}: stop the program that uses it, or choose another port or host.")
 
 

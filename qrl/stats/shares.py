@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import cast
 
 from qrl.stats.estimate import LEVEL, TAIL, Estimate
 
@@ -85,6 +86,6 @@ class Share:
         for _ in range(20):
             distant_bound = bound(distant_share)
             if (distant_bound < 0) == upwards and distant_bound != 0:
-                return float(brentq(bound, estimate, distant_share, xtol=_PRECISION))
+                return cast(float, brentq(bound, estimate, distant_share, xtol=_PRECISION))
             distant_share += step * 2
         return math.inf if upwards else -math.inf

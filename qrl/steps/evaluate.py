@@ -99,9 +99,7 @@ def evaluate(recipe: Recipe, cells_text: str | None) -> None:
         if void_cells:
             count = f"{len(void_cells)} of {len(checkpoints)} cells are void"
             click.echo(f"qrl: {count}, so accuracy there does not count: see above.", err=True)
-            unhealthy = UnhealthyCell(" ".join(void_cells))
-            unhealthy.printed = True  # cell by cell, above
-            raise unhealthy
+            raise UnhealthyCell(" ".join(void_cells), is_printed=True)  # cell by cell, above
 
 
 def check(recipe: Recipe, cells_text: str | None) -> dict[tuple[str, str], tuple[str, checkpoint.Checkpoint]]:

@@ -90,8 +90,11 @@ def _train_one(recipe: Recipe, device: str, others: int) -> None:
         shutil.rmtree(job.out, ignore_errors=True)
         if world == 1:
             _say_unused(recipe, devices.gpus(device))
-        known = distill.known(base, teacher, recipe.train) if teacher else rollout.known(recipe.rollout, recipe.train)
-        for name, sentence in known.items():
+        if teacher:
+            warnings = distill.startup_warnings(base, teacher, recipe.train)
+        else:
+            warnings = rollout.startup_warnings(recipe.rollout, recipe.train)
+        for name, sentence in warnings.items():
             _warn(Alarm(name, 0, sentence))
         job = dataclasses.replace(job, log=contents.live_log(), warn=_warn)
         with parallel.others(others, recipe.dump()):

@@ -1,6 +1,11 @@
-"""The methods of a sweep: a recipe each, which stands alone or is a change of the first one; and their names."""
+"""The methods of a sweep, which it calls arms: their recipes, their labels, their controls, and the stages of a winner.
+
+The first arm is GRPO in full precision. Another arm is a recipe that stands alone, if it has the first one's questions;
+otherwise it is a change of the first recipe, so that both differ in the method only.
+"""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -25,12 +30,32 @@ class Arm(NamedTuple):
     typed: dict[str, str]  # with which its steps are launched
 
 
-def load(first: str, others: tuple[str, ...], overrides: dict[str, str], seed: int) -> list[Arm]:
+@dataclass(frozen=True)
+class Stage:
+    """A stage on the way to the best cell of a sweep."""
+
+    name: str
+    cell: str  # variant:scheme
+    made_from: str = ""  # the stage that its weights come from; empty: the recipe's default
+    loss_to: str = ""  # the stage that its loss is measured against; empty: the recipe's default
+
+    @property
+    def typed(self) -> str:
+        """The stage as `promote.stages` types it, such as `int4=qat-int4:rtn-int4;made_from=base;loss_to=grpo`."""
+        text = f"{self.name}={self.cell}"
+        if self.made_from:
+            text += f";made_from={self.made_from}"
+        if self.loss_to:
+            text += f";loss_to={self.loss_to}"
+        return text
+
+
+def load(first_name: str, other_names: tuple[str, ...], overrides: dict[str, str], seed: int) -> list[Arm]:
     """Return the methods' recipes under one seed, the first one first.
 
     Args:
-        first: recipe of GRPO in full precision.
-        others: recipes of the other methods.
+        first_name: recipe of GRPO in full precision.
+        other_names: recipes of the other methods.
         overrides: as typed, for every method.
         seed: of all of them.
 
@@ -39,43 +64,62 @@ def load(first: str, others: tuple[str, ...], overrides: dict[str, str], seed: i
             recipes differ in a setting that all must share.
     """
     typed = overrides | {"seed": str(seed)}
-    start = recipes.load(first, typed)
-    arms = [Arm(first, start, {"recipe": first, **typed}), *(_arm(name, first, start, typed) for name in others)]
-    if start.train.variant != names.GRPO or start.train.adapter:
-        says = f"Recipe {first} trains {label(start)}"
-        raise BadInput(f"{says}, but methods are measured from GRPO in full precision: give such a recipe as --recipe.")
-    trained_by: dict[str, str] = {}
-    for name, arm, _ in arms:
-        if other := trained_by.get(label(arm)):
-            raise BadInput(f"Recipes {other} and {name} both train {label(arm)}: name one recipe per method.")
-        trained_by[label(arm)] = name
-        for key in SHARED:
-            value_of = attrgetter(key)
-            if (expected := value_of(start)) != (value := value_of(arm)):
-                raise BadInput(
-                    f"Recipes {first} and {name} differ in {key} ({expected!r} and {value!r}): methods are compared on "
-                    "the same questions only."
-                )
+    first = Arm(first_name, recipes.load(first_name, typed), {"recipe": first_name, **typed})
+    arms = [first, *(_load_other(name, first, typed) for name in other_names)]
+
+    if first.recipe.train.variant != names.GRPO or first.recipe.train.adapter:
+        raise BadInput(
+            f"Recipe {first_name} trains {label(first.recipe)}, but methods are measured from GRPO in full precision: "
+            "give such a recipe as --recipe."
+        )
+
+    arm_names: dict[str, str] = {}  # by label
+    for arm in arms:
+        arm_label = label(arm.recipe)
+        if arm_label in arm_names:
+            raise BadInput(
+                f"Recipes {arm_names[arm_label]} and {arm.name} both train {arm_label}: name one recipe per method."
+            )
+        arm_names[arm_label] = arm.name
+        _check_shared(first, arm)
     return arms
 
 
-def _arm(name: str, first: str, start: Recipe, typed: dict[str, str]) -> Arm:
+def _load_other(name: str, first: Arm, typed: dict[str, str]) -> Arm:
     """Return another method: its recipe as it is, if that is whole and shares the first one's questions.
 
-    Another recipe is a change of the first one. Of a recipe that extends a whole one, it is what it adds to that.
+    Another recipe is a change of the first one. If it extends a whole one, the change is what it adds to that.
     """
-    own = recipes.load(name, typed)
-    if recipes.is_whole(name) and all(attrgetter(key)(own) == attrgetter(key)(start) for key in SHARED):
-        return Arm(name, own, {"recipe": name, **typed})
+    recipe = recipes.load(name, typed)
+    if recipes.is_whole(name) and all(attrgetter(key)(recipe) == attrgetter(key)(first.recipe) for key in SHARED):
+        return Arm(name, recipe, {"recipe": name, **typed})
     changes = recipes.change(name) | typed
-    return Arm(name, recipes.load(first, changes), {"recipe": first, **changes})
+    return Arm(name, recipes.load(first.name, changes), {"recipe": first.name, **changes})
 
 
-def replaced(arm: Arm, typed: dict[str, str]) -> dict[str, object]:
-    """Return the training settings that an arm's recipe sets and a typed option replaces: its own values, by key."""
-    asked = [key for key in recipes.change(arm.name) if key in typed and key.startswith("train.")]
-    own = recipes.load(arm.name, {}) if asked else arm.recipe
-    return {key: value for key in asked if (value := attrgetter(key)(own)) != attrgetter(key)(arm.recipe)}
+def _check_shared(first: Arm, arm: Arm) -> None:
+    for key in SHARED:
+        expected = attrgetter(key)(first.recipe)
+        value = attrgetter(key)(arm.recipe)
+        if value != expected:
+            raise BadInput(
+                f"Recipes {first.name} and {arm.name} differ in {key} ({expected!r} and {value!r}): methods are "
+                "compared on the same questions only."
+            )
+
+
+def replaced(arm: Arm, overrides: dict[str, str]) -> dict[str, object]:
+    """Return the training settings that an arm's recipe sets and a typed option replaces: the recipe's, by key."""
+    typed_keys = [key for key in recipes.change(arm.name) if key in overrides and key.startswith("train.")]
+    if not typed_keys:
+        return {}
+    without_overrides = recipes.load(arm.name, {})
+    replaced_values = {}
+    for key in typed_keys:
+        value = attrgetter(key)(without_overrides)
+        if value != attrgetter(key)(arm.recipe):
+            replaced_values[key] = value
+    return replaced_values
 
 
 def parse_models(models: list[str]) -> dict[str, str]:
@@ -86,8 +130,10 @@ def parse_models(models: list[str]) -> dict[str, str]:
     """
     if len(set(models)) < len(models):
         raise BadInput(f"--models is '{','.join(models)}', which repeats a model: give each once.")
-    short = [model.rstrip("/").rpartition("/")[2] for model in models]
-    return dict(zip(short if len(set(short)) == len(short) else models, models, strict=True))
+    short_names = [model.rstrip("/").rpartition("/")[2] for model in models]
+    if len(set(short_names)) < len(models):
+        return {model: model for model in models}
+    return dict(zip(short_names, models, strict=True))
 
 
 def parse_seeds(text: str, seed: str | None) -> tuple[int, ...]:
@@ -98,10 +144,10 @@ def parse_seeds(text: str, seed: str | None) -> tuple[int, ...]:
     """
     if seed is not None:
         raise BadInput("sweep has no --seed, but --seeds 0,1,2: give the seed there.")
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts) or len(set(parts)) < len(parts):
+    items = [item.strip() for item in text.split(",")]
+    if not all(item.isdecimal() for item in items) or len(set(items)) < len(items):
         raise BadInput(f"--seeds is '{text}', but must be whole numbers by comma, each once, such as 0,1,2.")
-    return tuple(map(int, parts))
+    return tuple(map(int, items))
 
 
 def label(recipe: Recipe) -> str:
@@ -109,25 +155,31 @@ def label(recipe: Recipe) -> str:
     return recipe.train.method if recipe.train.adapter else recipe.train.variant
 
 
-def stages_of(variant: str, scheme: str) -> list[str]:
-    """Return the stages that lead to a cell of a sweep, as `promote.stages` types them; the last one is the cell's."""
-    cell, scheme = f"{variant}:{scheme}", scheme.replace("+", "-")
-    form = scheme.removeprefix(names.ROUNDED_PREFIX)
-    before = [f"{names.BASE}={names.BASE}:{names.FULL}", f"{names.GRPO}={names.GRPO}:{names.FULL}"]
+def stages_of(variant: str, scheme: str) -> list[Stage]:
+    """Return the stages that lead to a cell of a sweep: base, GRPO in full precision, and the cell's own."""
+    cell = f"{variant}:{scheme}"
+    scheme_name = scheme.replace("+", "-")  # a stage is an alias in the registry, which allows no plus
+    format_name = scheme_name.removeprefix(names.ROUNDED_PREFIX)
+
     if variant == names.GRPO:
-        return [*before, f"{scheme if scheme == names.AWQ else f'ptq-{scheme}'}={cell}"]
-    if variant.startswith(names.QAD_PREFIX):
-        return [*before, f"distilled-{form}={cell};made_from={names.GRPO};loss_to={names.GRPO}"]
-    own = variant if scheme == names.FULL else form
-    return [*before, f"{own}={cell};made_from={names.BASE};loss_to={names.GRPO}"]
+        name = scheme_name if scheme_name == names.AWQ else f"ptq-{scheme_name}"
+        last = Stage(name, cell)
+    elif variant.startswith(names.QAD_PREFIX):
+        last = Stage(f"distilled-{format_name}", cell, made_from=names.GRPO, loss_to=names.GRPO)
+    else:
+        name = variant if scheme_name == names.FULL else format_name
+        last = Stage(name, cell, made_from=names.BASE, loss_to=names.GRPO)
+    return [Stage(names.BASE, f"{names.BASE}:{names.FULL}"), Stage(names.GRPO, f"{names.GRPO}:{names.FULL}"), last]
 
 
-def scheme_of(arm: Recipe) -> str:
+def scheme_of(recipe: Recipe) -> str:
     """Return the scheme that stores what an arm trained; raise BadInput unless both name one file."""
-    scheme = names.rounded(arm.train.qat)
-    if scheme == names.RTN_FILE and arm.quantize.format != arm.train.qat:
-        wanted = f"set quantize.format = {arm.train.qat} too"
-        raise BadInput(f"Recipe {label(arm)} trains in a format of a file, but is stored in another: {wanted}.")
+    scheme = names.rounded(recipe.train.qat)
+    if scheme == names.RTN_FILE and recipe.quantize.format != recipe.train.qat:
+        raise BadInput(
+            f"Recipe {label(recipe)} trains in a format of a file, but is stored in another: "
+            f"set quantize.format = {recipe.train.qat} too."
+        )
     return scheme
 
 
@@ -137,21 +189,22 @@ def controls(methods: Iterable[Recipe]) -> dict[str, str]:
     It is `distilled` if all methods share it, and otherwise `distilled-ARM+ARM`, which names those that do. A method
     that distils without quantization is the control of those that train alike.
     """
-    alike: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}  # labels of the arms that share a control, by what decides their training
     for recipe in methods:
         if recipe.train.teacher:
-            alike.setdefault(_distillation(recipe), []).append(label(recipe))
-    shared = names.DISTILLED
-    return {
-        arm: shared if len(alike) == 1 or shared in arms else f"{shared}-{'+'.join(arms)}"
-        for arms in alike.values()
-        for arm in arms
-    }
+            groups.setdefault(_distillation(recipe), []).append(label(recipe))
+
+    control_of = {}
+    for arm_labels in groups.values():
+        is_plain = len(groups) == 1 or names.DISTILLED in arm_labels
+        control = names.DISTILLED if is_plain else f"{names.DISTILLED}-{'+'.join(arm_labels)}"
+        control_of.update(dict.fromkeys(arm_labels, control))
+    return control_of
 
 
 def _distillation(recipe: Recipe) -> str:
-    """Return what decides a distillation's training beside quantization, and beside the teacher, which a sweep sets."""
+    """Return what decides a distillation's training, apart from quantization and the teacher, which a sweep sets."""
     fields = type(recipe.train).model_fields.items()
-    plain = {key: field.default for key, field in fields if key.startswith("qat")} | {"teacher": ""}
-    train = recipe.train.model_copy(update=plain)
+    without_qat = {key: field.default for key, field in fields if key.startswith("qat")}
+    train = recipe.train.model_copy(update=without_qat | {"teacher": ""})
     return repr(recipe.model_copy(update={"train": train}).key_settings("train", "rollout", "watch"))

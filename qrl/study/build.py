@@ -1,4 +1,8 @@
-"""Where a step runs, and its environment: built while the steps before it run, with a log of its own."""
+"""The environments that steps need besides the core one: which step needs which, and how one is built.
+
+Most steps run in the core environment (conda.yaml). `FOLDERS` lists the others, each of several gigabytes. A study
+builds one beside the steps that come before, with a log of its own, and waits for it only when a step needs it.
+"""
 
 import os
 import subprocess
@@ -32,13 +36,11 @@ COSTS = {  # folder → what its environment costs once; downloads take longer
     "verl": "minutes and more than 5 GB",
     "vllm_cpu": "a minute and 3.4 GB",
 }
-MANAGERS = (
-    "uv",
-    "virtualenv",
-)  # under `local` all steps share one environment; conda builds its own when a step begins
-LINES = 15  # of a log, shown where a build failed
+# Under `local` all steps share one environment; conda builds its own when a step begins.
+MANAGERS = ("uv", "virtualenv")
+LOG_LINES = 15  # shown if a build failed
 
-_running: dict[Path, subprocess.Popen] = {}  # by folder
+_running: dict[Path, subprocess.Popen] = {}  # builds, by folder
 
 
 def environment_for(step: str, choice: str, device: str = "auto") -> Path | None:
@@ -49,39 +51,43 @@ def environment_for(step: str, choice: str, device: str = "auto") -> Path | None
         choice: the scheme (`quantize`), what `trained_by` returns (`train`), or the engine (other steps).
         device: the recipe's device; it decides between vLLM's two environments.
     """
-    on_gpu, on_cpu = FOLDERS.get((step, choice), (None, None))
-    here = os.environ.get(PLACE)
-    if on_gpu is None or here in (on_gpu, on_cpu or on_gpu) or not (ROOT / "MLproject").is_file():
+    gpu_folder, cpu_folder = FOLDERS.get((step, choice), (None, None))
+    current = os.environ.get(PLACE)
+    is_in_it = current in (gpu_folder, cpu_folder or gpu_folder)
+    if gpu_folder is None or is_in_it or not (ROOT / "MLproject").is_file():
         return None
     if step == "train" and process.world_size() > 1:  # torchrun has started every process in its environment already
         return None
-    folder = on_gpu
-    if on_gpu != on_cpu:
-        folder = on_gpu if auto.device_of(device) == "cuda" else on_cpu
+    folder = gpu_folder
+    if cpu_folder != gpu_folder and auto.device_of(device) != "cuda":
+        folder = cpu_folder
     return ROOT / "projects" / folder if folder else None
 
 
 def side_by_side(schemes: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return schemes in groups, each of which one step makes: those that share an environment."""
+    """Return schemes in groups that share an environment, so that one step can make a group."""
     groups: dict[tuple | None, list[str]] = {}
     for scheme in schemes:
         groups.setdefault(FOLDERS.get(("quantize", scheme)), []).append(scheme)
     return [tuple(group) for group in groups.values()]
 
 
-def together(schemes: str) -> tuple[str, ...]:
+def together(text: str) -> tuple[str, ...]:
     """Return the schemes in a list by comma, which one step is to make.
 
     Raises:
         BadInput: one is repeated, or they do not share an environment.
     """
-    listed = tuple(part.strip() for part in schemes.split(","))
-    if len(set(listed)) < len(listed):
-        raise BadInput(f"--scheme is '{schemes}', which repeats a scheme: name each once.")
-    if len(groups := side_by_side(listed)) > 1:
-        apart = " and ".join(",".join(group) for group in groups)
-        raise BadInput(f"--scheme {apart} need different environments: run `quantize` once for each environment.")
-    return listed
+    schemes = tuple(scheme.strip() for scheme in text.split(","))
+    if len(set(schemes)) < len(schemes):
+        raise BadInput(f"--scheme is '{text}', which repeats a scheme: name each once.")
+    groups = side_by_side(schemes)
+    if len(groups) > 1:
+        alternatives = " and ".join(",".join(group) for group in groups)
+        raise BadInput(
+            f"--scheme {alternatives} need different environments: run `quantize` once for each environment."
+        )
+    return schemes
 
 
 def trained_by(recipe: Recipe) -> str:
@@ -112,36 +118,39 @@ def begin(folder: Path, manager: str) -> None:
         return
     log(folder).parent.mkdir(parents=True, exist_ok=True)
     program = "import sys; from qrl.tracking import projects; projects.build(*sys.argv[1:])"
-    with log(folder).open("w") as written:
-        how = {"cwd": ROOT, "stdin": subprocess.DEVNULL, "stdout": written, "stderr": subprocess.STDOUT}
-        words = [str(folder), manager, package(folder)]
-        _running[folder] = subprocess.Popen([sys.executable, "-c", program, *words], **how)
+    words = [sys.executable, "-c", program, str(folder), manager, package(folder)]
+    with log(folder).open("w") as log_file:
+        _running[folder] = subprocess.Popen(
+            words, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log_file, stderr=subprocess.STDOUT
+        )
 
 
 def wait(folder: Path, manager: str) -> None:
-    """Wait for the environment of a folder, whose build begins now if it has not before.
+    """Wait for the environment of a folder; its build begins now, unless it has begun.
 
     Raises:
         QrlError: it could not be built; the sentence ends with the log's path and its last lines.
     """
     begin(folder, manager)
-    building = _running.pop(folder, None)
-    if building is None:
+    builder = _running.pop(folder, None)
+    if builder is None:
         return
-    if building.poll() is None:
-        cost = f"which takes {COSTS[folder.name]} in all"
+    if builder.poll() is None:
         click.echo(
-            f"      The environment of projects/{folder.name} is being built, {cost}; log: {log(folder)}", err=True
+            f"      The environment of projects/{folder.name} is being built, which takes {COSTS[folder.name]} in all; "
+            f"log: {log(folder)}",
+            err=True,
         )
     try:
-        code = building.wait()
+        exit_code = builder.wait()
     finally:
-        building.terminate()  # does nothing to one that has ended
-    if code:
-        last = "\n".join(log(folder).read_text(errors="replace").splitlines()[-LINES:])
+        builder.terminate()  # does nothing to one that has ended
+    if exit_code:
+        last_lines = log(folder).read_text(errors="replace").splitlines()[-LOG_LINES:]
         raise QrlError(
-            f"The environment of projects/{folder.name} could not be built (exit code {code}). Mend what its log says, "
-            f"and run the same command again: finished steps are reused. {log(folder).resolve()} ends with:\n{last}"
+            f"The environment of projects/{folder.name} could not be built (exit code {exit_code}). Mend what its log "
+            "says, and run the same command again: finished steps are reused. "
+            f"{log(folder).resolve()} ends with:\n" + "\n".join(last_lines)
         )
 
 
@@ -150,17 +159,22 @@ def announce(recipe: Recipe, name: str = "") -> None:
 
     It is called before anything slow is imported.
     """
-    schemes, usual = recipe.quantize.schemes, recipes.load("tiny", {"seed": str(recipe.seed)})
-    time = ", about 4 minutes on two cores" if recipe == usual else ""
+    schemes = recipe.quantize.schemes
     cells = 2 * (1 + len(schemes) + len(recipe.evaluate.kv_fp8))
     steps = f"train, quantize ({', '.join(schemes)}), evaluate {cells} cells, diagnose, compare, promote"
-    by = f" by recipe {name}" if name else ""
-    click.echo(f"Study of {recipe.model} on {recipe.task}{by}{time}: {steps}. Finished steps are reused.", err=True)
+    by_recipe = f" by recipe {name}" if name else ""
+    shipped_study = recipes.load("tiny", {"seed": str(recipe.seed)})  # the only one with a time that was measured
+    time = ", about 4 minutes on two cores" if recipe == shipped_study else ""
+    click.echo(
+        f"Study of {recipe.model} on {recipe.task}{by_recipe}{time}: {steps}. Finished steps are reused.", err=True
+    )
+
     if "MLFLOW_RUN_ID" not in os.environ:  # MLflow's command builds environments; others have only their own
         return
-    chosen = {("quantize", scheme) for scheme in schemes} | {("train", trained_by(recipe))}
-    for step, choice in sorted(chosen | {("evaluate", recipe.evaluate.engine)}):
-        if folders := dict.fromkeys(filter(None, FOLDERS.get((step, choice), ()))):
-            costs = " or ".join(f"{COSTS[name]}, log in {log(Path(name))}" for name in folders)
-            built = f"{choice} has its own environment, built beside training if missing: {costs}"
-            click.echo(f"      {built}", err=True)
+    choices = {("quantize", scheme) for scheme in schemes}
+    choices |= {("train", trained_by(recipe)), ("evaluate", recipe.evaluate.engine)}
+    for step, choice in sorted(choices):
+        folders = dict.fromkeys(folder for folder in FOLDERS.get((step, choice), ()) if folder)
+        if folders:
+            costs = " or ".join(f"{COSTS[folder]}, log in {log(Path(folder))}" for folder in folders)
+            click.echo(f"      {choice} has its own environment, built beside training if missing: {costs}", err=True)

@@ -1,7 +1,7 @@
 """How a step gets to the environment that it needs: the same rules for a command and for a study's steps.
 
-Most steps run in the core environment (conda.yaml). `build.FOLDERS` lists the others: folders under projects/, each
-with an environment of several gigabytes. Bad input is therefore refused before a step is handed over.
+`build` knows which step needs which environment. A command that needs another one than its own is handed over: MLflow
+runs the same entry point again in the project that has it. Bad input is therefore refused before that.
 """
 
 import os
@@ -20,7 +20,7 @@ from qrl.tracking.keys import ROOT
 
 
 def check_reachable(step: str, folder: Path | None) -> None:
-    """Check that the environment in `folder` is there or will be built, for a command that began as entry point `step`.
+    """Check that the environment in `folder` exists or will be built, for a command that began as entry point `step`.
 
     Raises:
         BadInput: this Python, which all steps share without `--env-manager`, lacks the environment's package.
@@ -30,10 +30,12 @@ def check_reachable(step: str, folder: Path | None) -> None:
     package = build.package(folder)
     python = shutil.which("python", path=local_path()) or sys.executable
     program = f"import importlib.util, sys; sys.exit(importlib.util.find_spec('{package}') is None)"
-    if subprocess.run([python, "-c", program], env=os.environ | {PLACE: folder.name}, check=False).returncode:
+    is_missing = subprocess.run([python, "-c", program], env=os.environ | {PLACE: folder.name}, check=False).returncode
+    if is_missing:
+        entry = "main" if step == "study" else step
         raise BadInput(
             f"`{step}` needs the environment of projects/{folder.name}, but {python} has no package {package}: "
-            f"run `mlflow run . -e {'main' if step == 'study' else step} … --env-manager uv`, which builds that "
+            f"run `mlflow run . -e {entry} … --env-manager uv`, which builds that "
             "environment, or choose a scheme or an engine that needs none, such as --quantize.schemes nf4,awq-ct."
         )
 
@@ -54,25 +56,25 @@ def look_ahead(step: str, walk: Callable[[Launcher], object]) -> DryRun:
     """
     from qrl.tracking import store
 
-    there = store.is_there()
-    if there:
+    has_store = store.is_there()
+    if has_store:
         store.prepare()
-    ahead = DryRun(empty=not there)
-    walk(ahead)
-    for folder in dict.fromkeys(ahead.folders):
+    dry_run = DryRun(empty=not has_store)
+    walk(dry_run)
+    for folder in dict.fromkeys(dry_run.folders):
         check_reachable(step, folder)
-    return ahead
+    return dry_run
 
 
-def begin_builds(ahead: DryRun) -> None:
+def begin_builds(dry_run: DryRun) -> None:
     """Begin to build the environments that the steps still to run need, beside the steps before them."""
-    for folder in dict.fromkeys(ahead.folders):
+    for folder in dict.fromkeys(dry_run.folders):
         with variables(folder):
             build.begin(folder, _manager())
 
 
 def check_checkout(step: str) -> None:
-    """Check that this package lies in a checkout: a wheel has neither MLproject nor the environments' files.
+    """Check that this package is in a checkout: a wheel has neither MLproject nor the environments' files.
 
     Raises:
         BadInput: it was installed from a wheel.

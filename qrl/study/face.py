@@ -16,7 +16,7 @@ class Study:
     """A finished study; it shows itself as the comparison's tables.
 
     Attributes:
-        run_id: its run in MLflow, whose artifacts hold the report, the tables and the figures.
+        run_id: its run in MLflow, which has the report, the tables and the figures as artifacts.
         artifacts: where they are: a folder, or an address if the store is not local.
         comparison: all cells with their gains, gain survival and verdicts.
     """
@@ -47,10 +47,11 @@ def study(recipe: str = "auto", **overrides: object) -> Study:
     from qrl.tracking import contents, projects
 
     typed = {key: str(value) for key, value in overrides.items()}
-    recipe = auto.recipe_for(recipe, typed)
-    settings = recipes.load(recipe, typed)
-    typed |= {"prompt": settings.prompt} if "prompt" in typed else {}  # a file's contents
-    run_id = pipeline.study(settings, {"recipe": recipe, **typed})
+    name = auto.recipe_for(recipe, typed)
+    settings = recipes.load(name, typed)
+    if "prompt" in typed:  # a file's contents, which the steps then share
+        typed["prompt"] = settings.prompt
+    run_id = pipeline.study(settings, {"recipe": name, **typed})
     rows = compare.read_questions(contents.artifact(run_id, names.QUESTIONS), whole=False)
     comparison = compare.from_questions(rows, margin=settings.compare.margin)
     return Study(run_id, projects.artifact_place(run_id), comparison)

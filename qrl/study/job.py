@@ -25,7 +25,7 @@ def run(
         entry: its entry point.
         parameters: as `-P` takes them.
         words: of the command; empty for the entry point.
-        gpus: that cluster.yaml asks for; the step compares them with what its own environment sees.
+        gpus: that cluster.yaml requests; the step compares them with what its own environment sees.
 
     Raises:
         BadInput: the node cannot reach the store or its artifacts.
@@ -39,17 +39,24 @@ def run(
     try:
         store.prepare()
     except QrlError:
-        if not store.database_of(mlflow.get_tracking_uri()):  # who looks next tells the run, from the log
-            del os.environ["MLFLOW_RUN_ID"]  # the client of a server that is down would try for eight minutes
+        # `jobs.settle` will read the reason from the log. The client of a server that is down would try for eight
+        # minutes to write it into the run.
+        if not store.database_of(mlflow.get_tracking_uri()):
+            del os.environ["MLFLOW_RUN_ID"]
         raise
     with jobs.begun(run_id, Path.cwd() / WORK / "jobs" / run_id):
-        if not words:
-            launch(Path(project), entry, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID"))
+        if words:
+            _run_command(words)
         else:
-            with process.variables(**{process.FOLDER: os.getcwd(), process.CALLER: process.caller()}):
-                code = subprocess.run(words, cwd=process.ROOT, check=False).returncode
-            if code:
-                reason, own = projects.failure(os.environ.pop("MLFLOW_RUN_ID"))
-                failed = QrlError(f"A process of the training ended with exit code {code}: {reason}")
-                failed.exit_code = own or 1
-                raise failed
+            launch(Path(project), entry, parameters, run_id=os.environ.pop("MLFLOW_RUN_ID"))
+
+
+def _run_command(words: tuple[str, ...]) -> None:
+    """Run a command whose processes train together, under the run of MLFLOW_RUN_ID."""
+    with process.variables(**{process.FOLDER: os.getcwd(), process.CALLER: process.caller()}):
+        command_exit_code = subprocess.run(words, cwd=process.ROOT, check=False).returncode
+    if command_exit_code:
+        reason, step_exit_code = projects.failure(os.environ.pop("MLFLOW_RUN_ID"))
+        error = QrlError(f"A process of the training ended with exit code {command_exit_code}: {reason}")
+        error.exit_code = step_exit_code or 1
+        raise error

@@ -29,14 +29,18 @@ def write(path: Path, recipe: Recipe, launcher: Launcher, gates: list[Gate]) -> 
     from qrl import figures
 
     table = _read_table(launcher)
+    sizes = {cell: size_bytes for cell, size_bytes in facts.cells(launcher).values() if size_bytes}
+    diagnosis_run = launcher.result("diagnose").run_id
     study = figures.Study(
         table,
         facts.head(recipe, launcher.run_id, table),
-        {cell: size for cell, size in facts.cells(launcher).values() if size},
+        sizes,
         gates,
         frame(launcher.result("train").run_id, names.HISTORY),
-        *(frame(launcher.result("diagnose").run_id, name) for name in (names.WEIGHTS, names.STORED, names.BEHAVIOUR)),
-        _changed(launcher),
+        frame(diagnosis_run, names.WEIGHTS),
+        frame(diagnosis_run, names.STORED),
+        frame(diagnosis_run, names.BEHAVIOUR),
+        _changed_answers(launcher),
         _notes(launcher),
     )
     figures.report(study, path)
@@ -47,8 +51,8 @@ def _read_table(launcher: Launcher) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _changed(launcher: Launcher) -> pd.DataFrame:
-    """Return the table of changed answers, empty where an older comparison made none."""
+def _changed_answers(launcher: Launcher) -> pd.DataFrame:
+    """Return the table of changed answers, empty if an older comparison made none."""
     import pandas as pd
 
     try:
@@ -59,7 +63,7 @@ def _changed(launcher: Launcher) -> pd.DataFrame:
 
 
 def _notes(launcher: Launcher) -> list[str]:
-    """Return the notes of the comparison, none where it made none."""
+    """Return the notes of the comparison, none if it made none."""
     try:
         path = contents.artifact(launcher.result("compare").run_id, names.NOTES_JSON)
     except BadInput:
@@ -68,7 +72,7 @@ def _notes(launcher: Launcher) -> list[str]:
 
 
 def frame(run_id: str, name: str) -> pd.DataFrame:
-    """Return a table among a run's artifacts, empty where the run made none."""
+    """Return a table among a run's artifacts, empty if the run made none."""
     import pandas as pd
 
     try:
@@ -78,59 +82,83 @@ def frame(run_id: str, name: str) -> pd.DataFrame:
 
 
 def gates(recipe: Recipe, launcher: Launcher, refused: str) -> list[Gate]:
-    """Return what the gates decided in this study, in the order of its stages."""
+    """Return what the gates decided in this study, in the order of its stages.
+
+    Args:
+        recipe: declares the stages.
+        launcher: of the study.
+        refused: the sentence of the gate that refused; empty if none did.
+    """
     from qrl import registry
     from qrl.figures import Gate
 
-    began = runs.opened(launcher.run_id).info.start_time // 1000
-    name, decided = registry.registered_name(recipe), []
-    for stage in (declared.stage for declared in recipe.promote.declared):
+    study_start_s = runs.opened(launcher.run_id).info.start_time // 1000
+    registered_name = registry.registered_name(recipe)
+    decisions = []
+    for declared in recipe.promote.declared:
+        stage = declared.stage
         try:
-            version = registry.resolve(name, stage)
+            version = registry.resolve(registered_name, stage)
         except BadInput:
             continue
         record = version.gate(stage)
-        # One decided before this study belongs to an earlier one.
-        if record and record.time and datetime.fromisoformat(record.time).timestamp() >= began:
+        if not record or not record.time:
+            continue
+        # A decision from before this study belongs to an earlier one.
+        if datetime.fromisoformat(record.time).timestamp() >= study_start_s:
             reason = re.sub(r"^Stage \S+ passes: ", "", " ".join(record.reasons))
             cell = names.cell_name(version.variant, version.scheme)
-            decided.append(Gate(stage, str(version.version), cell, "passed", reason))
+            decisions.append(Gate(stage, str(version.version), cell, "passed", reason))
     if refused:
-        stage = re.match(r"Stage (\S+) is refused: ", refused)
-        reason = refused[stage.end() :] if stage else refused
-        decided.append(Gate(stage[1] if stage else "gate", "", "", "refused", reason))
-    return decided
+        prefix = re.match(r"Stage (\S+) is refused: ", refused)
+        stage = prefix[1] if prefix else "gate"
+        reason = refused[prefix.end() :] if prefix else refused
+        decisions.append(Gate(stage, "", "", "refused", reason))
+    return decisions
 
 
 def description(launcher: Launcher, text: str, figures: list[str]) -> str:
-    """Return the run's description: the finding and links first, since MLflow's UI folds it after a few lines."""
+    """Return the run's description: the finding and links first, since MLflow's UI folds it after a few lines.
+
+    Args:
+        launcher: of the study.
+        text: the comparison's tables and verdicts.
+        figures: names of the files in the folder of figures.
+    """
     from qrl.figures.cards import headline
 
-    place = f"#/experiments/{runs.opened(launcher.run_id).info.experiment_id}/runs/{launcher.run_id}/artifacts"
-    pictures = [f"{names.FIGURES}/{name}" for name in figures]
-    links = [f"[{Path(file).stem if file in pictures else file}]({place}/{file})" for file in (*LINKED, *pictures)]
-    files, drawn = (" · ".join(part) for part in (links[: len(LINKED)], links[len(LINKED) :]))
-    top = f"**{headline(_read_table(launcher))}.**\n\n{files}\n\nFigures: {drawn}"
-    runs_made = steps(launcher)
-    if len(top) + len(text) + len(runs_made) > MAX_DESCRIPTION:  # the tables stay whole; the sentences are in table.md
-        text = f"{text.partition('## Verdict')[0]}[{names.TABLE_MD}]({place}/{names.TABLE_MD}) gives the reasons."
-    return f"{top}\n\n{text}\n\n{runs_made}"
+    experiment = runs.opened(launcher.run_id).info.experiment_id
+    artifacts = f"#/experiments/{experiment}/runs/{launcher.run_id}/artifacts"
+    file_links = [f"[{file}]({artifacts}/{file})" for file in LINKED]
+    figure_links = [f"[{Path(name).stem}]({artifacts}/{names.FIGURES}/{name})" for name in figures]
+    top = f"**{headline(_read_table(launcher))}.**\n\n{' · '.join(file_links)}\n\nFigures: {' · '.join(figure_links)}"
+    step_list = steps(launcher)
+    if len(top) + len(text) + len(step_list) > MAX_DESCRIPTION:  # the tables stay whole; the sentences are in table.md
+        tables = text.partition("## Verdict")[0]
+        text = f"{tables}[{names.TABLE_MD}]({artifacts}/{names.TABLE_MD}) gives the reasons."
+    return f"{top}\n\n{text}\n\n{step_list}"
 
 
-def cut(text: str, runs_made: str) -> str:
+def cut(text: str, step_list: str) -> str:
     """Return a sweep's description: its tables, and the steps' runs as far as there is room for both."""
-    whole = f"{text}\n\n{runs_made}"
-    return whole if len(whole) <= MAX_DESCRIPTION else text[:MAX_DESCRIPTION].rpartition("\n")[0] or text
+    whole = f"{text}\n\n{step_list}"
+    if len(whole) <= MAX_DESCRIPTION:
+        return whole
+    whole_lines = text[:MAX_DESCRIPTION].rpartition("\n")[0]
+    return whole_lines or text
 
 
 def steps(launcher: Launcher) -> str:
     """Return a list of the steps' runs, the reused ones marked."""
-    experiment, models = runs.opened(launcher.run_id).info.experiment_id, facts.cells(launcher)
-    lines = []
-    for label, result in launcher.results:
-        step, _, of = label.partition(" ")
-        cell = models.get(result.outputs.models.get("model", ""), ("", None))[0] if step == "quantize" else ""
-        title = step if of == step else f"{step} {cell or of}"
+    experiment = runs.opened(launcher.run_id).info.experiment_id
+    cells = facts.cells(launcher)
+    lines = ["## Steps", ""]
+    for step, label, result in launcher.results:
+        title = step if label == step else f"{step} {label}"
+        address = result.outputs.models.get("model", "")
+        if step == "quantize" and address in cells:  # labels are a study's variants; the model's params name its cell
+            cell, _ = cells[address]
+            title = f"{step} {cell}"
         reused = " (reused)" if result.reused else ""
         lines.append(f"- [{title}](#/experiments/{experiment}/runs/{result.run_id}){reused}")
-    return "\n".join(["## Steps", "", *lines])
+    return "\n".join(lines)

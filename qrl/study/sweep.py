@@ -26,30 +26,33 @@ from qrl.study.pipeline import Model, Models, StudySteps
 from qrl.study.report import SweepOutcome
 from qrl.tracking.keys import SECTIONS
 
+BASE_CELL = f"{names.BASE}:{names.FULL}"
+
 
 @dataclass(frozen=True)
 class _Target:
-    """One model of a sweep, checked."""
+    """One model of a sweep, after its checks."""
 
-    name: str  # in tables
-    arms: dict[int, list[Arm]]  # by seed
+    name: str  # in tables; empty if the sweep has one model only
+    arms_by_seed: dict[int, list[Arm]]
     device: str
-    base: str  # digest
+    base_digest: str
     parameters: int
 
     @property
-    def start(self) -> Recipe:
-        """The first method's recipe, under the first seed."""
-        return next(iter(self.arms.values()))[0].recipe
+    def first_arm(self) -> Arm:
+        """The first method, under the first seed."""
+        return next(iter(self.arms_by_seed.values()))[0]
 
     @property
     def methods(self) -> list[Recipe]:
-        return [arm.recipe for arm in next(iter(self.arms.values()))]
+        """The recipes of all methods, under the first seed."""
+        return [arm.recipe for arm in next(iter(self.arms_by_seed.values()))]
 
 
 def study(
-    first: str,
-    others: tuple[str, ...],
+    first_recipe: str,
+    other_recipes: tuple[str, ...],
     seeds: tuple[int, ...],
     overrides: dict[str, str],
     *,
@@ -62,7 +65,7 @@ def study(
     A method that fails is reported in the table, and the others continue. So is a model that fails.
 
     Args:
-        first, others, overrides: as in `load`.
+        first_recipe, other_recipes, overrides: as in `arms.load`.
         seeds: of the training runs.
         models: by the name that tables give them; default: the recipe's own.
         register: promote the best quantized cell of each model, through its gates.
@@ -77,95 +80,133 @@ def study(
     from qrl.tracking import runs, store
 
     check_checkout("sweep")
-    typed = {name: overrides | {"model": model} for name, model in (models or {}).items()} or {"": overrides}
-    loaded = {name: {seed: load(first, others, given, seed) for seed in seeds} for name, given in typed.items()}
+    models = models or {}
+    overrides_by_model = {name: overrides | {"model": model} for name, model in models.items()} or {"": overrides}
+    arms_by_model = {}
+    for name, model_overrides in overrides_by_model.items():
+        arms_by_model[name] = {seed: load(first_recipe, other_recipes, model_overrides, seed) for seed in seeds}
     if register:
-        _check_names(loaded)
-    _say_changes(first, next(iter(loaded.values()))[seeds[0]], overrides)
-    targets, ahead = [], []
-    for name, arms in loaded.items():
-        targets.append(_check(name, arms, typed[name], first, yes=yes))
-        ahead.append(_look_ahead(targets[-1]))
-    for target, missing in zip(targets, ahead, strict=True):
-        preflight.rehearse(target.start, target.device, missing, yes=yes, methods=len(target.methods))
-    for missing in ahead:
-        begin_builds(missing)
+        _check_registered_names(arms_by_model)
+    any_model_arms = next(iter(arms_by_model.values()))
+    _print_changes(first_recipe, any_model_arms[seeds[0]], overrides)
+
+    # Everything that can be refused is refused for all models before an environment is built for one.
+    targets, dry_runs = [], []
+    for name, arms_by_seed in arms_by_model.items():
+        target = _check_model(name, arms_by_seed, overrides_by_model[name], first_recipe, yes=yes)
+        targets.append(target)
+        dry_runs.append(_look_ahead(target))
+    for target, dry_run in zip(targets, dry_runs, strict=True):
+        preflight.rehearse(target.first_arm.recipe, target.device, dry_run, yes=yes, methods=len(target.methods))
+    for dry_run in dry_runs:
+        begin_builds(dry_run)
+
     store.prepare()
-    began, outcomes = time.monotonic(), [SweepOutcome(target.name, target.parameters) for target in targets]
+    start = time.monotonic()
+    outcomes = [SweepOutcome(target.name, target.parameters) for target in targets]
     methods = targets[0].methods
     params = {"device": targets[0].device, "seeds": ",".join(map(str, seeds)), "arms": ",".join(map(label, methods))}
-    params |= {"models": ",".join(models.values())} if models else {}
+    if models:
+        params["models"] = ",".join(models.values())
     with runs.step("sweep", methods[0], sections=tuple(SECTIONS), params=params) as run:
-        alone = set(controls(methods).values()) - set(map(label, methods))
-        schemes = len(side_by_side(methods[0].quantize.schemes))
-        per_seed = 2 * len(others) + 2 + schemes + len(alone) + sum(schemes - 1 for arm in methods if _is_sft(arm))
-        launcher = Launcher({}, run.info.run_id, len(targets) * (len(seeds) * per_seed + register))
+        steps_per_model = len(seeds) * _steps_per_seed(methods) + register
+        launcher = Launcher({}, run.info.run_id, len(targets) * steps_per_model)
         for target, outcome in zip(targets, outcomes, strict=True):
             try:
-                for seed, arms in target.arms.items():
-                    _Seed(seed, arms, launcher, target.device, target.base, outcome).run()
-                outcome.found = report.methods_of(outcome, seeds)
-                if register:
-                    outcome.unregistered = _register(target, outcome, seeds[0], launcher)
+                _run_model(target, outcome, seeds, launcher, register=register)
             except QrlError as error:
                 if not models:
                     raise
                 outcome.error = str(error)
                 click.secho(f"      model {target.name}: {error}", fg="red", err=True)
-        report.sweep_tables(launcher, outcomes, methods[0], time.monotonic() - began)
-        if broken := [f"{outcome.model} ({outcome.error})" for outcome in outcomes if outcome.error]:
-            raise QrlError(f"The sweep has no results for {len(broken)} of {len(outcomes)} models: {'; '.join(broken)}")
-        if errors := [outcome.unregistered for outcome in outcomes if outcome.unregistered]:
-            kind = GateRefused if all(isinstance(error, GateRefused) for error in errors) else QrlError
-            raise kind(" ".join(map(str, errors)))
+        report.sweep_tables(launcher, outcomes, methods[0], time.monotonic() - start)
+        _raise_failures(outcomes)
 
 
-def _check_names(loaded: Mapping[str, Mapping[int, list[Arm]]]) -> None:
+def _check_registered_names(arms_by_model: Mapping[str, Mapping[int, list[Arm]]]) -> None:
+    """Raise BadInput if `--register` would store two models under one name."""
     from qrl import registry
 
-    owners: dict[str, str] = {}
-    for arms in loaded.values():
-        recipe = next(iter(arms.values()))[0].recipe
+    model_of: dict[str, str] = {}  # by registered name
+    for arms_by_seed in arms_by_model.values():
+        recipe = next(iter(arms_by_seed.values()))[0].recipe
         name = registry.registered_name(recipe)
-        if other := owners.get(name):
-            raise BadInput(f"--register would store {other} and {recipe.model} both as '{name}': rename a folder.")
-        owners[name] = recipe.model
+        if name in model_of:
+            raise BadInput(
+                f"--register would store {model_of[name]} and {recipe.model} both as '{name}': rename a folder."
+            )
+        model_of[name] = recipe.model
 
 
-def _say_changes(first: str, arms: list[Arm], overrides: dict[str, str]) -> None:
-    """Print what the arms change in the first recipe, unless they are recipes of their own, and what they cannot."""
-    start = arms[0].typed
-    for name, _, typed in arms[1:]:
-        if typed["recipe"] == first:
-            changed = ", ".join(f"{key}={text}" for key, text in typed.items() if start.get(key) != text)
-            click.echo(f"      {name} is {first} with {changed}", err=True)
-    for arm in arms[1:]:
-        for key, own in replaced(arm, overrides).items():
-            said = f"{arm.name} would train with {key}={own}, but {key}={overrides[key]} holds for every method"
-            click.secho(f"      {said}: leave the option out, or write it into --recipe.", fg="yellow", err=True)
+def _print_changes(first_recipe: str, arms: list[Arm], overrides: dict[str, str]) -> None:
+    """Print what the arms change in the first recipe, and which of their own settings an option replaces."""
+    first, *others = arms
+    for arm in others:
+        if arm.typed["recipe"] == first_recipe:  # a change of the first recipe, no recipe that stands alone
+            changes = [f"{key}={text}" for key, text in arm.typed.items() if first.typed.get(key) != text]
+            click.echo(f"      {arm.name} is {first_recipe} with {', '.join(changes)}", err=True)
+    for arm in others:
+        for key, value in replaced(arm, overrides).items():
+            conflict = f"{arm.name} would train with {key}={value}, but {key}={overrides[key]} holds for every method"
+            click.secho(f"      {conflict}: leave the option out, or write it into --recipe.", fg="yellow", err=True)
 
 
-def _check(name: str, arms: dict[int, list[Arm]], typed: dict[str, str], first: str, *, yes: bool) -> _Target:
+def _check_model(
+    name: str, arms_by_seed: dict[int, list[Arm]], overrides: dict[str, str], first_recipe: str, *, yes: bool
+) -> _Target:
+    """Check that all methods can train and store one model, and return it."""
     from qrl.study.forecast import Shape
 
-    methods = [recipe for _, recipe, _ in next(iter(arms.values()))]
-    own_schemes = [scheme_of(recipe) for recipe in methods if recipe.train.qat != "none"]
-    if len({recipe.quantize.format for recipe in methods if recipe.train.qat.endswith(".yaml")}) > 1:
+    methods = [arm.recipe for arm in next(iter(arms_by_seed.values()))]
+    schemes = [scheme_of(recipe) for recipe in methods if recipe.train.qat != "none"]
+    file_formats = {recipe.quantize.format for recipe in methods if recipe.train.qat.endswith(".yaml")}
+    if len(file_formats) > 1:
         raise BadInput(
             f"Two methods have different formats under the one name {names.RTN_FILE}: sweep one of them at a time."
         )
-    device, base = preflight.check(methods[0], {"recipe": first, **typed}, beside=own_schemes, yes=yes)
-    return _Target(name, arms, device, base, Shape.of(source.locate(methods[0].model)).parameters)
+    typed = {"recipe": first_recipe, **overrides}
+    device, base_digest = preflight.check(methods[0], typed, beside=schemes, yes=yes)
+    parameters = Shape.of(source.locate(methods[0].model)).parameters
+    return _Target(name, arms_by_seed, device, base_digest, parameters)
 
 
 def _look_ahead(target: _Target) -> DryRun:
+    """Return what the store lacks of the first method's results; the others use the core environment's formats."""
+
     def walk(dry_run: Launcher) -> None:
-        for (_, grpo, _), *_ in target.arms.values():  # the other methods use the core environment's formats
-            steps = StudySteps(grpo, dry_run, target.device)
-            models = steps.quantize({names.GRPO: steps.train(target.base, None)})
-            steps.evaluate({f"{names.BASE}:{names.FULL}": (grpo.model, target.base)} | models)
+        for arms in target.arms_by_seed.values():
+            recipe = arms[0].recipe
+            steps = StudySteps(recipe, dry_run, target.device)
+            training = steps.train(target.base_digest, None)
+            models = steps.quantize({names.GRPO: training.model})
+            steps.evaluate({BASE_CELL: Model(recipe.model, target.base_digest)} | models)
 
     return look_ahead("sweep", walk)
+
+
+def _steps_per_seed(methods: list[Recipe]) -> int:
+    """Return how many steps one seed takes on one model, for the numbers in the terminal."""
+    others = methods[1:]
+    scheme_groups = len(side_by_side(methods[0].quantize.schemes))
+    trained_controls = set(controls(methods).values()) - set(map(label, methods))
+
+    first_method = 2 + scheme_groups  # train, a quantize for each environment, and evaluate for all methods
+    train_and_quantize = 2 * len(others)
+    more_of_sft = sum(scheme_groups - 1 for recipe in methods if _is_sft(recipe))  # it has all schemes of the first
+    return first_method + train_and_quantize + len(trained_controls) + more_of_sft
+
+
+def _run_model(
+    target: _Target, outcome: SweepOutcome, seeds: tuple[int, ...], launcher: Launcher, *, register: bool
+) -> None:
+    """Run all methods under all seeds on one model, rank them, and register the best cell if wanted."""
+    from qrl.study import report
+
+    for seed, arms in target.arms_by_seed.items():
+        _SeedRun(seed, arms, launcher, target.device, target.base_digest, outcome).run()
+    outcome.ranked = report.rank_cells(outcome, seeds)
+    if register:
+        outcome.unregistered = _register(target, outcome, seeds[0], launcher)
 
 
 def _register(target: _Target, outcome: SweepOutcome, seed: int, launcher: Launcher) -> QrlError | None:
@@ -176,93 +217,136 @@ def _register(target: _Target, outcome: SweepOutcome, seed: int, launcher: Launc
     """
     from qrl import registry
 
-    best = outcome.found[1].best if outcome.found else None
+    best = outcome.ranked.methods.best if outcome.ranked else None
     if best is None:
         return None
     stages = stages_of(best.variant, best.scheme)
-    runs = [outcome.cells[stage.partition("=")[2].partition(";")[0]][seed] for stage in stages]
-    chosen = [stage.partition("=")[0] for stage in stages]
-    parameters = {"stage": ",".join(chosen), "cell": ",".join(runs), "model": target.start.model}
-    parameters |= {"registered_name": registry.registered_name(target.start), "promote.stages": ",".join(stages)}
-    own = launcher.below(next(iter(target.arms.values()))[0].typed)
+    stage_names = [stage.name for stage in stages]
+    evaluation_runs = [outcome.cells[stage.cell][seed] for stage in stages]
+    parameters = {
+        "stage": ",".join(stage_names),
+        "cell": ",".join(evaluation_runs),
+        "model": target.first_arm.recipe.model,
+        "registered_name": registry.registered_name(target.first_arm.recipe),
+        "promote.stages": ",".join(stage.typed for stage in stages),
+    }
+    title = f"{' → '.join(stage_names)}, the best of {target.name or 'the sweep'}"
     try:
-        own.promote(f"{' → '.join(chosen)}, the best of {target.name or 'the sweep'}", parameters)
+        launcher.below(target.first_arm.typed).promote(title, parameters)
     except QrlError as error:
         return error
     return None
 
 
+def _raise_failures(outcomes: list[SweepOutcome]) -> None:
+    """Raise what failed on some models, now that the tables of the others are there."""
+    failures = [f"{outcome.model} ({outcome.error})" for outcome in outcomes if outcome.error]
+    if failures:
+        count = f"{len(failures)} of {len(outcomes)} models"
+        raise QrlError(f"The sweep has no results for {count}: {'; '.join(failures)}")
+    errors = [outcome.unregistered for outcome in outcomes if outcome.unregistered]
+    if errors:
+        sentences = " ".join(map(str, errors))
+        if all(isinstance(error, GateRefused) for error in errors):
+            raise GateRefused(sentences)
+        raise QrlError(sentences)
+
+
 @dataclass
-class _Seed:
-    """All methods under one seed."""
+class _SeedRun:
+    """All methods under one seed, on one model."""
 
     seed: int
     arms: list[Arm]
     launcher: Launcher
     device: str
-    base: str  # digest
+    base_digest: str
     outcome: SweepOutcome
     models: Models = field(default_factory=dict)  # to evaluate, by variant:scheme
 
     def run(self) -> None:
+        """Train and quantize every method, and evaluate all of their cells in one step."""
         first, *others = self.arms
         steps = self._steps(first)
-        base, grpo = (first.recipe.model, self.base), self._train(steps, first.recipe, None)
-        alike = {names.BASE: base} if any(_is_sft(arm.recipe) for arm in others) else {}
-        self.models = {f"{names.BASE}:{names.FULL}": base} | steps.quantize({names.GRPO: grpo} | alike)
+        base = Model(first.recipe.model, self.base_digest)
+        grpo = self._train(steps, first.recipe, None)
+
+        # SFT is compared with GRPO under the same schemes, so the base is stored in them too.
+        models = {names.GRPO: grpo}
+        if any(_is_sft(arm.recipe) for arm in others):
+            models[names.BASE] = base
+        self.models = {BASE_CELL: base} | steps.quantize(models)
+
         for arm in others:
             try:
-                self._arm(arm, base, grpo)
+                self._run_arm(arm, base, grpo)
             except QrlError as error:  # a method that cannot be trained is a result too
-                self._failed([label(arm.recipe)], error)
+                self._note_failure([label(arm.recipe)], error)
                 click.secho(f"      {label(arm.recipe)}: {error}", fg="red", err=True)
-        for cell, result in steps.evaluate(self.models, self._failed).items():
+        for cell, result in steps.evaluate(self.models, self._note_failure).items():
             self.outcome.cells.setdefault(cell, {})[self.seed] = result.run_id
 
-    def _arm(self, arm: Arm, base: Model, grpo: Model) -> None:
-        """Train one method; with QAT, store its model, base and GRPO in the format that it trained in."""
+    def _run_arm(self, arm: Arm, base: Model, grpo: Model) -> None:
+        """Train one method, and its control if it has one; with QAT, store base and GRPO in the method's format too."""
         from qrl.tracking import addresses
 
-        recipe, teacher, more = arm.recipe, None, {}
+        recipe = arm.recipe
+        arm_label = label(recipe)
+        teacher = None
+        changes = {}
         if recipe.train.teacher:  # the sweep's own GRPO model replaces the recipe's teacher
-            teacher, more = grpo, {"model": str(addresses.folder(grpo[0])), "train.teacher": grpo[0]}
-        control = controls(each.recipe for each in self.arms).get(label(recipe), label(recipe))
-        if control != label(recipe) and (cell := f"{control}:{names.FULL}") not in self.models:
-            steps = self._steps(arm, more | WITHOUT_QUANTIZATION)
-            self.models[cell] = self._train(steps, steps.recipe, teacher, control)
-        trained = self._train(self._steps(arm, more), recipe, teacher)
+            teacher = grpo
+            changes = {"model": str(addresses.folder(grpo.address)), "train.teacher": grpo.address}
+
+        self._train_control(arm, teacher, changes)
+        trained = self._train(self._steps(arm, changes), recipe, teacher)
         if _is_sft(recipe):  # in the schemes of the first recipe, as grpo and base are
-            self.models |= self._steps(self.arms[0]).quantize({label(recipe): trained})
+            self.models |= self._steps(self.arms[0]).quantize({arm_label: trained})
             return
         if recipe.train.qat == "none":
-            self.models[f"{label(recipe)}:{names.FULL}"] = trained
+            self.models[f"{arm_label}:{names.FULL}"] = trained
             return
-        scheme = scheme_of(recipe)
-        own = recipe.model_copy(update={"quantize": recipe.quantize.model_copy(update={"schemes": (scheme,)})})
-        steps = self._steps(arm._replace(recipe=own))
-        stored = steps.quantize({names.BASE: base, names.GRPO: grpo, label(recipe): trained})
-        self.models |= {cell: model for cell, model in stored.items() if cell.endswith(f":{scheme}")}
-        self.outcome.schemes[label(recipe)] = scheme
 
-    def _train(self, steps: StudySteps, arm: Recipe, teacher: Model | None, name: str = "") -> Model:
-        digest = teacher[1] if teacher else None
-        trained = steps.train(digest or self.base, digest)
-        if trained[1] == self.base:  # a distilled control may end as its teacher, where it began
+        scheme = scheme_of(recipe)
+        quantize = recipe.quantize.model_copy(update={"schemes": (scheme,)})
+        steps = self._steps(arm._replace(recipe=recipe.model_copy(update={"quantize": quantize})))
+        stored = steps.quantize({names.BASE: base, names.GRPO: grpo, arm_label: trained})
+        self.models |= {cell: model for cell, model in stored.items() if cell.endswith(f":{scheme}")}
+        self.outcome.schemes[arm_label] = scheme
+
+    def _train_control(self, arm: Arm, teacher: Model | None, changes: dict[str, str]) -> None:
+        """Train what a distilled method is compared with, unless another method has had the same control."""
+        arm_label = label(arm.recipe)
+        control = controls(arm.recipe for arm in self.arms).get(arm_label, arm_label)
+        cell = f"{control}:{names.FULL}"
+        if control == arm_label or cell in self.models:
+            return
+        steps = self._steps(arm, changes | WITHOUT_QUANTIZATION)
+        self.models[cell] = self._train(steps, steps.recipe, teacher, control)
+
+    def _train(self, steps: StudySteps, recipe: Recipe, teacher: Model | None, variant: str = "") -> Model:
+        """Return what a method trained, and note its run under `variant`, by default the method's label."""
+        teacher_digest = teacher.digest if teacher else None
+        # A student of the sweep's GRPO model starts from it, so the teacher's weights are its base.
+        training = steps.train(teacher_digest or self.base_digest, teacher_digest)
+        if training.model.digest == self.base_digest:  # a distilled control may end as its teacher, where it began
             raise QrlError(
-                f"{arm.train.title} under seed {self.seed} changed no weight, so there is nothing to compare. "
+                f"{recipe.train.title} under seed {self.seed} changed no weight, so there is nothing to compare. "
                 "If rewards were equal in every group, use questions that the base answers now and then."
             )
-        self.outcome.trained.setdefault(name or label(arm), {})[self.seed] = steps.trained.run_id
-        return trained
+        self.outcome.trained.setdefault(variant or label(recipe), {})[self.seed] = training.run_id
+        return training.model
 
-    def _steps(self, arm: Arm, more: dict[str, str] | None = None) -> StudySteps:
-        """Return one method's steps, launched with its recipe as typed."""
-        typed, recipe = arm.typed | (more or {}), arm.recipe
-        if more:
+    def _steps(self, arm: Arm, changes: dict[str, str] | None = None) -> StudySteps:
+        """Return one method's steps, launched with its recipe as typed, and with `changes` of it."""
+        recipe = arm.recipe
+        typed = arm.typed
+        if changes:
+            typed = arm.typed | changes
             recipe = recipes.load(typed["recipe"], {key: text for key, text in typed.items() if key != "recipe"})
         return StudySteps(recipe, self.launcher.below(typed), self.device)
 
-    def _failed(self, labels: list[str], error: QrlError) -> None:
+    def _note_failure(self, labels: list[str], error: QrlError) -> None:
         self.outcome.failed.append(f"{', '.join(labels)}, seed {self.seed}: {error}")
 
 

@@ -46,14 +46,19 @@ WEIGHTS = (20, 20, 16, 16, 18, 10)  # frequency of each kind, where its numbers 
 # How a solution writes a calculation by its sign, `{0}+{1}={2}`, and its end: as `arithmetic` does; as GSM8K's rows do,
 # with calculator annotations; as MATH does, in LaTeX.
 FORMS = {
-    "plain": {sign: f"{{0}}{sign}{{1}}={{2}}" for sign in "+-*/"} | {"end": "#### {0}"},
-    "gsm8k": {sign: f"{{0}}{sign}{{1}}=<<{{0}}{sign}{{1}}={{2}}>>{{2}}" for sign in "+-*/"} | {"end": "#### {0}"},
+    "plain": {"+": "{0}+{1}={2}", "-": "{0}-{1}={2}", "*": "{0}*{1}={2}", "/": "{0}/{1}={2}", "end": "#### {0}"},
+    "gsm8k": {
+        "+": "{0}+{1}=<<{0}+{1}={2}>>{2}", "-": "{0}-{1}=<<{0}-{1}={2}>>{2}", "*": "{0}*{1}=<<{0}*{1}={2}>>{2}",
+        "/": "{0}/{1}=<<{0}/{1}={2}>>{2}", "end": "#### {0}",
+    },
     "math": {
         "+": "${0} + {1} = {2}$", "-": "${0} - {1} = {2}$", "*": "${0} \\times {1} = {2}$",
         "/": "$\\frac{{{0}}}{{{1}}} = {2}$", "end": "The answer is $\\boxed{{{0}}}$.",
     },
 }  # fmt: skip
 SIGN = {"gain": "+", "lose": "-", "more": "+", "fewer": "-", "times": "*", "share": "/", "together": "+"}
+STAYS = ("gain", "lose")  # kinds after which the question is still about the same person
+MOST_STEPS = 4
 TOGETHER = 0.15  # share of questions that add up the last two people, where the last step moved on to another person
 
 
@@ -82,18 +87,21 @@ def load(split: str, n: int, seed: int) -> list[Question]:
 
 def questions(prefix: str, problems: Iterable[Problem], solve: Callable[[Problem], tuple[str, int]]) -> list[Question]:
     """Return problems with the solutions that `solve` returns, with ids that count them."""
-    solved = ((problem.question, *solve(problem)) for problem in problems)
-    return [Question(f"{prefix}-{i}", text, solution, str(answer)) for i, (text, solution, answer) in enumerate(solved)]
+    result = []
+    for index, problem in enumerate(problems):
+        solution, answer = solve(problem)
+        result.append(Question(f"{prefix}-{index}", problem.question, solution, str(answer)))
+    return result
 
 
 def problems(split: str, seed: int | str) -> Iterator[Problem]:
     """Yield different problems of a split ("train" or "heldout") without end."""
     rng = random.Random(f"qrl.arithmetic:{split}:{seed}")
-    seen = set()
+    earlier_texts = set()
     while True:
         problem = draw(rng)
-        if split_of(problem.question) == split and problem.question not in seen:
-            seen.add(problem.question)
+        if split_of(problem.question) == split and problem.question not in earlier_texts:
+            earlier_texts.add(problem.question)
             yield problem
 
 
@@ -103,28 +111,40 @@ def split_of(question: str) -> str:
 
 
 def draw(rng: random.Random) -> Problem:
-    """Return a problem of one to four steps, of either split."""
-    roll = rng.random
+    """Return a problem of one to four steps, of either split.
+
+    The order of the draws is part of the data set: another one makes other questions of the same seed.
+    """
     people = rng.sample(NAMES, 5)
-    things = _pick(OBJECTS, roll)
-    value = start = 2 + int(roll() ** 2 * 298)  # small numbers are likelier, as in GSM8K
-    who, previous = people[0], None
-    sentences = [_pick(OPENINGS, roll).format(n=who, b=value, o=things)]
-    steps = []
-    for other in people[1 : 2 + int(roll() * 4)]:
+    objects = _pick(OBJECTS, rng)
+    start = 2 + int(rng.random() ** 2 * 298)  # small numbers are likelier, as in GSM8K
+    sentences = [_pick(OPENINGS, rng).format(n=people[0], b=start, o=objects)]
+    steps: list[Step] = []
+
+    person, value = people[0], start
+    previous: tuple[str, int] | None = None  # the person before this one, and that person's number
+    step_count = 1 + int(rng.random() * MOST_STEPS)
+    for next_person in people[1 : 1 + step_count]:
         kind = rng.choices(KINDS, WEIGHTS)[0]
-        kind, number = _operand(kind, value, roll)
-        sentences.append(_pick(SENTENCES[kind], roll).format(n=who, m=other, b=number, o=things))
-        stays = kind in ("gain", "lose")
-        previous, who = (None, who) if stays else ((who, value), other)
-        steps.append(Step(kind, number, f"{who} {'now has' if stays else 'has'} {{e}} {things}."))
+        kind, number = _operand(kind, value, rng)
+        sentences.append(_pick(SENTENCES[kind], rng).format(n=person, m=next_person, b=number, o=objects))
+        if kind in STAYS:
+            previous = None
+            line = f"{person} now has {{e}} {objects}."
+        else:
+            previous = (person, value)
+            person = next_person
+            line = f"{person} has {{e}} {objects}."
+        steps.append(Step(kind, number, line))
         value = apply(value, SIGN[kind], number)
-    moved_on = previous is not None and steps[-1].kind != "share" and len(steps) < 4
-    if moved_on and value + previous[1] <= LARGEST and roll() < TOGETHER:
-        sentences.append(_pick(SUMS, roll).format(n=previous[0], m=who, o=things))
-        steps.append(Step("together", None, f"Together they have {{e}} {things}."))
+
+    # The last two people can be added up if both still have their things, and a step is left for it.
+    can_add = previous is not None and steps[-1].kind != "share" and len(steps) < MOST_STEPS
+    if can_add and value + previous[1] <= LARGEST and rng.random() < TOGETHER:
+        sentences.append(_pick(SUMS, rng).format(n=previous[0], m=person, o=objects))
+        steps.append(Step("together", None, f"Together they have {{e}} {objects}."))
     else:
-        sentences.append(_pick(ENDINGS, roll).format(n=who, o=things))
+        sentences.append(_pick(ENDINGS, rng).format(n=person, o=objects))
     return Problem(" ".join(sentences), start, tuple(steps))
 
 
@@ -135,54 +155,74 @@ def solve(problem: Problem, signs: Sequence[str] | None = None, form: str = "pla
         signs: an operator per step; None means the right ones, others give a wrong solution.
         form: how the solution is written, one of `FORMS`.
     """
-    calculations, written = calculate(problem, signs), FORMS[form]
+    calculations = calculate(problem, signs)
     if calculations is None:
         return None
-    shown = (written[sign].format(left, right, result) for left, sign, right, result in calculations)
-    lines = [step.line.format(e=calculation) for step, calculation in zip(problem.steps, shown, strict=True)]
+    spelling = FORMS[form]
+    lines = []
+    for step, (left, sign, right, result) in zip(problem.steps, calculations, strict=True):
+        lines.append(step.line.format(e=spelling[sign].format(left, right, result)))
     answer = calculations[-1][-1]
-    return "\n".join([*lines, written["end"].format(answer)]), answer
+    lines.append(spelling["end"].format(answer))
+    return "\n".join(lines), answer
 
 
 def calculate(problem: Problem, signs: Sequence[str] | None = None) -> list[tuple[int, str, int, int]] | None:
     """Return each step as left, sign, right, result; None if wrong signs leave the whole numbers 0..999."""
-    previous, value, calculations = None, problem.start, []
-    for step, sign in zip(problem.steps, signs or [SIGN[step.kind] for step in problem.steps], strict=True):
+    if signs is None:
+        signs = right_signs(problem)
+    value = problem.start
+    previous = None
+    calculations = []
+    for step, sign in zip(problem.steps, signs, strict=True):
+        # "together" adds the numbers of two people; every other step changes the last one by its own number.
         left, right = (previous, value) if step.number is None else (value, step.number)
         result = apply(left, sign, right)
         if result is None:
             return None
         calculations.append((left, sign, right, result))
-        previous, value = value, result
+        previous = value
+        value = result
     return calculations
+
+
+def right_signs(problem: Problem) -> list[str]:
+    """Return the right operator of each step."""
+    return [SIGN[step.kind] for step in problem.steps]
 
 
 def apply(left: int, sign: str, right: int) -> int | None:
     """Return `left sign right`; None outside the whole numbers 0..999."""
     if sign == "/":
         return None if left % right else left // right
-    result = left + right if sign == "+" else left - right if sign == "-" else left * right
+    if sign == "+":
+        result = left + right
+    elif sign == "-":
+        result = left - right
+    else:
+        result = left * right
     return result if 0 <= result <= LARGEST else None
 
 
-def _pick(options: Sequence[Any], roll: Callable[[], float]) -> Any:
-    return options[int(roll() * len(options))]
+def _pick(options: Sequence[str] | Sequence[int], rng: random.Random) -> Any:
+    return options[int(rng.random() * len(options))]
 
 
-def _operand(kind: str, value: int, roll: Callable[[], float]) -> tuple[str, int]:
+def _operand(kind: str, value: int, rng: random.Random) -> tuple[str, int]:
     """Return a kind and a second operand that keep the result whole and within 0..999; change the kind if need be."""
     if kind == "share":
         divisors = [k for k in range(2, 10) if value % k == 0 and value >= k]
         if divisors:
-            return kind, _pick(divisors, roll)
+            return kind, _pick(divisors, rng)
         kind = "times"
     if kind == "times":
         if 2 * value <= LARGEST and value:
-            return kind, 2 + int(roll() * (min(9, LARGEST // value) - 1))
+            largest_factor = min(9, LARGEST // value)
+            return kind, 2 + int(rng.random() * (largest_factor - 1))
         kind = "fewer"
     if kind in ("gain", "more") and value > LARGEST - 2:
         kind = "lose" if kind == "gain" else "fewer"
     if kind in ("lose", "fewer") and value < 2:
         kind = "gain" if kind == "lose" else "more"
     largest = LARGEST - value if kind in ("gain", "more") else value
-    return kind, 1 + int(roll() * min(largest, 200))
+    return kind, 1 + int(rng.random() * min(largest, 200))

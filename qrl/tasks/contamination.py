@@ -54,19 +54,28 @@ def overlap(trained: Sequence[Question], heldout: Sequence[Question]) -> Overlap
     Source: Brown et al., "Language Models are Few-Shot Learners", arXiv 2005.14165, appendix C; 13 is its largest N.
     """
     by_text = {bare(question.question): question for question in reversed(trained)}
-    same = [(question, by_text[text]) for question in heldout if (text := bare(question.question)) in by_text]
-    by_gram: dict[tuple[str, ...], list[int]] = {}
-    for i, question in enumerate(heldout):
+    copies = []
+    for question in heldout:
+        twin = by_text.get(bare(question.question))
+        if twin is not None:
+            copies.append((question, twin))
+
+    # Held-out questions are the smaller set: their word sequences are kept, and the training set's pass by.
+    heldout_by_gram: dict[tuple[str, ...], list[int]] = {}
+    for index, question in enumerate(heldout):
         for gram in grams(question.question):
-            by_gram.setdefault(gram, []).append(i)
-    matches: dict[int, tuple[Question, str]] = {}
+            heldout_by_gram.setdefault(gram, []).append(index)
+    matches: dict[int, tuple[Question, str]] = {}  # index of a held-out question → training question, shared words
     for question in trained:
         for gram in grams(question.question):
-            for i in by_gram.get(gram, ()):
-                matches.setdefault(i, (question, " ".join(gram)))
-    pairs = [_pair("exact", question, twin) for question, twin in same[:SHOWN]]
-    pairs += [_pair(f"{WORDS} words", heldout[i], *matches[i]) for i in sorted(matches)[:SHOWN]]
-    return Overlap(len(trained), len(heldout), len(same), len(matches), tuple(pairs))
+            for index in heldout_by_gram.get(gram, ()):
+                matches.setdefault(index, (question, " ".join(gram)))
+
+    pairs = [_pair("exact", question, twin) for question, twin in copies[:SHOWN]]
+    for index in sorted(matches)[:SHOWN]:
+        training_question, words = matches[index]
+        pairs.append(_pair(f"{WORDS} words", heldout[index], training_question, words))
+    return Overlap(len(trained), len(heldout), len(copies), len(matches), tuple(pairs))
 
 
 def check(overlap: Overlap, task: str, limit: float | None = None, *, of: str = "the training questions") -> None:
@@ -79,7 +88,8 @@ def check(overlap: Overlap, task: str, limit: float | None = None, *, of: str = 
     Raises:
         BadInput: a held-out question is a training question, or the share is above the limit.
     """
-    limit = LIMITS.get(task, LIMIT) if limit is None else limit
+    if limit is None:
+        limit = LIMITS.get(task, LIMIT)
     pair = overlap.pairs[0] if overlap.pairs else {}
     if overlap.exact:
         raise BadInput(

@@ -23,33 +23,38 @@ HELDOUT_SHARE = 100  # one text in so many is held out
 
 def of_hub(split: str, mirror: Path | None = None) -> Iterator[rows.Row]:
     """Yield the rows of a split, except those that the grader cannot read; warn about them at the end."""
-    found = unread = 0
-    for where, row in rows.of_hub(HUB, None, "train", mirror):
+    total = 0
+    unreadable = 0
+    for location, row in rows.of_hub(HUB, None, "train", mirror):
         if split_of(str(row.get("question"))) != split:
             continue
-        found += 1
+        total += 1
         try:
-            question("", where, row)
-            yield where, row
+            question("", location, row)
+            yield location, row
         except BadInput:
-            unread += 1
-    if unread:
-        left_out = f"{unread} of {found} rows of {HUB} ({split}) were left out"
+            unreadable += 1
+    if unreadable:
+        left_out = f"{unreadable} of {total} rows of {HUB} ({split}) were left out"
         warnings.warn(f"{left_out}: the grader cannot read their answers.", stacklevel=2)
 
 
-def question(name: str, where: str, row: dict[str, Any]) -> Question:
+def question(name: str, location: str, row: dict[str, Any]) -> Question:
     """Return the question of a row with `question` and `final_answer`, or in MATH's columns, as `dataset.question`."""
     if "final_answer" not in row:
-        return dataset.question(name, where, row)
-    topic, difficulty = row.get("topic"), row.get("difficulty")
+        return dataset.question(name, location, row)
+    topic = row.get("topic")
+    if isinstance(topic, str) and "->" in topic:  # `Mathematics -> Algebra -> …`
+        topic = topic.split("->")[1].strip()
+    difficulty = row.get("difficulty")
+    is_known = isinstance(difficulty, int | float) and difficulty > 0
     math_row = {
         "problem": row.get("question"),
         "answer": row["final_answer"],
-        "subject": topic.split("->")[1].strip() if isinstance(topic, str) and "->" in topic else topic,
-        "level": int(difficulty) if isinstance(difficulty, int | float) and difficulty > 0 else None,
+        "subject": topic,
+        "level": int(difficulty) if is_known else None,
     }
-    return dataset.question(name, where, math_row)
+    return dataset.question(name, location, math_row)
 
 
 def split_of(question: str) -> str:

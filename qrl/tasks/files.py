@@ -44,15 +44,18 @@ class Graded:
 
     def __str__(self) -> str:
         """Return a table with the rates of each cell, or of all rows if they name no cells, as Markdown."""
-        cells: dict[str, list[dict[str, Any]]] = {}
+        rows_by_cell: dict[str, list[dict[str, Any]]] = {}
         for row in self.rows:
-            name = names.cell_name(row["variant"], row["scheme"]) if row.keys() >= set(CELL) else "all"
-            cells.setdefault(name, []).append(row)
+            cell = names.cell_name(row["variant"], row["scheme"]) if row.keys() >= set(CELL) else "all"
+            rows_by_cell.setdefault(cell, []).append(row)
+
         body = []
-        for name, rows in cells.items():
-            verdicts = [[row["strict"] for row in rows], [row["flexible"] for row in rows]]
-            shares = [sum(right) for right in (*verdicts, [row["parsed"] is not None for row in rows])]
-            body.append((name, str(len(rows)), *(_rate(right, len(rows)) for right in shares)))
+        for cell, rows in rows_by_cell.items():
+            n = len(rows)
+            strict = _rate(sum(row["strict"] for row in rows), n)
+            flexible = _rate(sum(row["flexible"] for row in rows), n)
+            parsed = _rate(sum(row["parsed"] is not None for row in rows), n)
+            body.append((cell, str(n), strict, flexible, parsed))
         return "\n".join(table(("cell", "n", "strict", "flexible", "parsed"), body))
 
     _repr_markdown_ = __str__
@@ -77,46 +80,54 @@ def grade(
         BadInput: the task is unknown, the data cannot be read, or a row lacks a field; the row is named.
         QrlError: the grader failed on more completions than that; one of them and what it raised are named.
     """
-    most = _most_faults(max_grader_fault_rate)
+    limit = _fault_limit(max_grader_fault_rate)
     graded = _graded_rows(data, task, columns)
-    if failed := _too_many_faults(graded, most):
-        raise QrlError(failed)
+    problem = _too_many_faults(graded, limit)
+    if problem:
+        raise QrlError(problem)
     return graded
 
 
 def _graded_rows(data: pd.DataFrame | str | Path, task: str, columns: Mapping[str, str] | None) -> Graded:
     tasks.check(task)
     rows = tables.records(data, columns)
-    for where, row in rows:
-        _check(where, row)
-    return Graded(task, tuple(_graded(task, rows)))
+    for location, row in rows:
+        _check_row(location, row)
+    return Graded(task, tuple(_with_verdicts(task, rows)))
 
 
-def _most_faults(given: float | None) -> float:
-    """Return the largest share of faults: the one that is given, or the default of `evaluate`."""
+def _fault_limit(max_grader_fault_rate: float | None) -> float:
+    """Return the largest share of completions on which the grader may fail; None: the default of `evaluate`."""
     from qrl.recipe import Evaluate
 
-    if given is None:
+    if max_grader_fault_rate is None:
         return Evaluate().max_grader_fault_rate
-    if not 0 <= given <= 1:
-        raise BadInput(f"max_grader_fault_rate is {given!r}, but must be a share from 0 to 1, such as 0.01.")
-    return given
+    if not 0 <= max_grader_fault_rate <= 1:
+        invalid = f"max_grader_fault_rate is {max_grader_fault_rate!r}"
+        raise BadInput(f"{invalid}, but must be a share from 0 to 1, such as 0.01.")
+    return max_grader_fault_rate
 
 
-def _too_many_faults(graded: Graded, most: float) -> str:
+def _too_many_faults(graded: Graded, limit: float) -> str:
     """Return a sentence if the grader failed on too many completions, with its most frequent cause; else nothing."""
     n = len(graded.rows)
     faults = [row for row in graded.rows if "fault" in row]
-    if len(faults) <= most * n:
+    if len(faults) <= limit * n:
         return ""
     causes = Counter(row.get("fault_cause") or row["fault"] for row in faults)
     cause, count = causes.most_common(1)[0]
-    others = f", {len(causes) - 1} other cause(s)" if len(causes) > 1 else ""
+    frequency = _counted(count, "time")
+    further_causes = f", {_counted(len(causes) - 1, 'other cause')}" if len(causes) > 1 else ""
+    failures = f"failed on {len(faults)} of {_counted(n, 'completion')} ({frequency}: {cause}{further_causes})"
     return (
-        f"The grader of {graded.task} failed on {len(faults)} of {n} completions ({count} times: {cause}{others}), "
-        f"but at most {most:.3g} of them may fail, since each counts as wrong: correct the grader, or allow more by "
-        "max_grader_fault_rate."
+        f"The grader of {graded.task} {failures}, but at most {limit:.3g} of them may fail, since each counts as "
+        "wrong: correct the grader, or allow more by max_grader_fault_rate."
     )
+
+
+def _counted(count: int, noun: str) -> str:
+    """Return a number with its noun: `1 time`, `2 times`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def grade_file(
@@ -139,80 +150,120 @@ def grade_file(
         BadInput: as `grade`, or `out` cannot be written.
         QrlError: as `grade`, after the rows were written.
     """
-    most = _most_faults(max_grader_fault_rate)
+    limit = _fault_limit(max_grader_fault_rate)
     target = Path(out)
     if target.is_dir() or not target.parent.is_dir():  # checked before minutes of grading
-        why = "it is a folder" if target.is_dir() else "there is no such folder"
-        raise BadInput(f"{out} cannot be written ({why}): give the path of a file, in a folder that exists.")
+        cause = "it is a folder" if target.is_dir() else "there is no such folder"
+        raise BadInput(f"{out} cannot be written ({cause}): give the path of a file, in a folder that exists.")
+
     graded = _graded_rows(source, task, columns)
-    text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in graded.rows)
-    try:
-        with written_whole(target) as partial:  # a lone surrogate is written as JSON's own escape, `\ud800`
-            partial.write_text(text, encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        where = "a path in a folder that exists, on a disk with space"
-        raise BadInput(f"{out} cannot be written ({error.strerror}): give {where}.") from None
-    if too_many := _too_many_faults(graded, most):
-        raise QrlError(f"{too_many} The rows in {out} say which, in `fault` and `fault_cause`.")
-    n = len(graded.rows)
-    strict, flexible = (sum(row[key] for row in graded.rows) / n for key in ("strict", "flexible"))
-    parsed = sum(row["parsed"] is not None for row in graded.rows) / n
-    faults = sum("fault" in row for row in graded.rows)
-    failed = f", {faults} of them not graded, since the grader failed" if faults else ""
-    if not parsed:
-        failed += f", none in the form that --task {task} reads: is it the right task"
-    line = f"n = {n}{failed}: strict {strict:.4f}, flexible {flexible:.4f}, parsed {parsed:.4f}; rows in {out}"
-    needed = [key for key in (*CELL, "question") if not all(key in row for row in graded.rows)]
-    schemes = {str(row.get("scheme")) for row in graded.rows}
-    other = sorted(schemes.difference(names.QUANTIZED_SCHEMES))  # full precision under another name
-    other = [scheme for scheme in other if scheme.lower() in _PRECISIONS] or other
-    options = {"questions": str(out)}
-    if names.FULL not in map(names.scheme, schemes):
-        options["reference"] = other[0] if len(other) == 1 else "SCHEME"
-    following = f"Next: {process.command('compare', options | {'out': 'DIR'})}"
-    if needed:
-        following = (
-            f"To compare cells, the rows also need {', '.join(needed)}: name them with --columns, as in "
+    _write(graded, out)
+    problem = _too_many_faults(graded, limit)
+    if problem:
+        raise QrlError(f"{problem} The rows in {out} say which, in `fault` and `fault_cause`.")
+
+    rates = _rates_line(graded, out)
+    missing = [key for key in (*CELL, "question") if not all(key in row for row in graded.rows)]
+    if missing:
+        hint = (
+            f"To compare cells, the rows also need {', '.join(missing)}: name them with --columns, as in "
             "question=id, or give a file per cell, VARIANT:SCHEME=FILE,…"
         )
-    return "\n".join((line, *([] if needed else ["", str(graded), ""]), following))
+        return f"{rates}\n{hint}"
+    return f"{rates}\n\n{graded}\n\nNext: {_compare_command(graded, out)}"
 
 
-def _rate(right: int, n: int) -> str:
-    return f"{right / n:.3f} ± {stats.accuracy(right, n).stderr:.3f}" if n > 1 else f"{right / n:.3f}"
+def _write(graded: Graded, out: str | Path) -> None:
+    """Write rows as JSONL; raise BadInput if the file cannot be written."""
+    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in graded.rows]
+    try:
+        with written_whole(Path(out)) as partial:  # a lone surrogate is written as JSON's own escape, `\ud800`
+            partial.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        remedy = "give a path in a folder that exists, on a disk with space"
+        raise BadInput(f"{out} cannot be written ({error.strerror}): {remedy}.") from None
 
 
-def _check(where: str, row: dict[str, Any]) -> None:
-    if lacking := [f"'{key}'" for key in ("completion", "answer") if key not in row]:
-        there = ", ".join(map(str, row)) or "none"
-        raise BadInput(f"{where} lacks {' and '.join(lacking)}; its columns are {there}: --columns names other ones.")
-    if not isinstance(row["completion"], str):
-        raise BadInput(
-            f"{where}: 'completion' is {json.dumps(row['completion'], default=str)[:40]}, but must be a text."
-        )
+def _rates_line(graded: Graded, out: str | Path) -> str:
+    """Return a line with n, the rates of right and of readable answers, and what is suspicious about them."""
+    n = len(graded.rows)
+    strict = sum(row["strict"] for row in graded.rows) / n
+    flexible = sum(row["flexible"] for row in graded.rows) / n
+    parsed = sum(row["parsed"] is not None for row in graded.rows) / n
+    faults = sum("fault" in row for row in graded.rows)
+
+    remarks = ""
+    if faults:
+        remarks += f", {faults} of them not graded, since the grader failed"
+    if not parsed:
+        remarks += f", none in the form that --task {graded.task} reads: is it the right task"
+    return f"n = {n}{remarks}: strict {strict:.4f}, flexible {flexible:.4f}, parsed {parsed:.4f}; rows in {out}"
+
+
+def _compare_command(graded: Graded, out: str | Path) -> str:
+    """Return the command that compares the rows; without a scheme `full`, it names the one in full precision."""
+    schemes = {str(row.get("scheme")) for row in graded.rows}
+    options = {"questions": str(out)}
+    if names.FULL not in map(names.scheme, schemes):
+        candidates = sorted(schemes.difference(names.QUANTIZED_SCHEMES))
+        dtypes = [scheme for scheme in candidates if scheme.lower() in _PRECISIONS]
+        candidates = dtypes or candidates
+        options["reference"] = candidates[0] if len(candidates) == 1 else "SCHEME"
+    options["out"] = "DIR"
+    return process.command("compare", options)
+
+
+def _rate(count: int, n: int) -> str:
+    if n < 2:
+        return f"{count / n:.3f}"
+    return f"{count / n:.3f} ± {stats.accuracy(count, n).stderr:.3f}"
+
+
+def _check_row(location: str, row: dict[str, Any]) -> None:
+    """Raise BadInput if a row lacks its completion or its answer, or has one of another type."""
+    missing = [f"'{key}'" for key in ("completion", "answer") if key not in row]
+    if missing:
+        present = ", ".join(map(str, row)) or "none"
+        columns = f"its columns are {present}: --columns names other ones"
+        raise BadInput(f"{location} lacks {' and '.join(missing)}; {columns}.")
+    completion = row["completion"]
+    if not isinstance(completion, str):
+        raise BadInput(f"{location}: 'completion' is {_quoted(completion)}, but must be a text.")
     answer = row["answer"]
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise BadInput(f"{where}: 'answer' is {json.dumps(answer, default=str)[:40]}, but must be a text or a number.")
+        raise BadInput(f"{location}: 'answer' is {_quoted(answer)}, but must be a text or a number.")
 
 
-def _graded(task: str, rows: list[tables.Row]) -> list[dict[str, Any]]:
+def _quoted(value: Any) -> str:
+    return json.dumps(value, default=str)[:40]
+
+
+def _with_verdicts(task: str, rows: list[tables.Row]) -> list[dict[str, Any]]:
+    """Return rows with the fields of their verdicts, and `correct`; raise BadInput as the grader does, with the row."""
     from tqdm import tqdm
 
-    completions, answers = [row["completion"] for _, row in rows], [str(row["answer"]) for _, row in rows]
+    completions = [row["completion"] for _, row in rows]
+    answers = [str(row["answer"]) for _, row in rows]
     try:
         with tqdm(total=len(rows), desc="grade", unit="row", leave=False, delay=2) as bar:
             verdicts = tasks.grade_many(task, completions, answers, bar.update)
-    except BadInput as error:
-        if task not in tasks.TASKS:
-            raise  # the user's file is to blame, not a row
-        for (where, _), answer in zip(rows, answers, strict=True):  # name the first line with an unreadable answer
-            try:
-                tasks.grade(task, "", answer)  # an empty completion is graded at once
-            except BadInput as unreadable:
-                raise BadInput(f"{where}: {unreadable}") from None
-        raise error  # no single row is to blame
+    except BadInput:
+        if task in tasks.TASKS:  # else the user's file is to blame, not a row
+            _name_unreadable_answer(task, rows, answers)
+        raise
+
     graded = []
     for (_, row), verdict in zip(rows, verdicts, strict=True):
+        # Rows have no columns of faults unless a grader failed.
         fields = {key: value for key, value in asdict(verdict).items() if not key.startswith("fault") or value}
         graded.append(row | fields | {"correct": int(verdict.strict)})
     return graded
+
+
+def _name_unreadable_answer(task: str, rows: list[tables.Row], answers: list[str]) -> None:
+    """Raise BadInput for the first row with a gold answer that the task's grader cannot read, if there is one."""
+    for (location, _), answer in zip(rows, answers, strict=True):
+        try:
+            tasks.grade(task, "", answer)  # an empty completion is graded at once
+        except BadInput as error:
+            raise BadInput(f"{location}: {error}") from None

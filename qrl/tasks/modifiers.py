@@ -49,7 +49,8 @@ _AFTER = (
     rf"\b(?:times|less|and|or|to|over|point|add)[\s-]+{_COUNT}",  # 18 less one, 18 or nineteen, 18 and a half
     rf"\band[\s-]+(?:an?|{_COUNT})[\s-]+{_PART}\b",  # 18 and three quarters
 )
-_BEFORE, _AFTER = ([re.compile(rule, re.IGNORECASE) for rule in rules] for rules in (_BEFORE, _AFTER))
+_BEFORE_RULES = [re.compile(rule, re.IGNORECASE) for rule in _BEFORE]
+_AFTER_RULES = [re.compile(rule, re.IGNORECASE) for rule in _AFTER]
 _MAY_MODIFY = re.compile(r"[^\W\d_]|[-+×÷·^/*!\\]")  # most lines have none of these, which is quick to check
 
 
@@ -58,5 +59,8 @@ def is_modified(side: str) -> bool:
     if not _MAY_MODIFY.search(side):
         return False
     start, end = span(side)
-    before, after = side[:start], side[end:]
-    return any(rule.search(before) for rule in _BEFORE) or any(rule.search(after) for rule in _AFTER)
+    text_before = side[:start]
+    text_after = side[end:]
+    if any(rule.search(text_before) for rule in _BEFORE_RULES):
+        return True
+    return any(rule.search(text_after) for rule in _AFTER_RULES)

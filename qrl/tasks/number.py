@@ -73,17 +73,20 @@ def numbers(line: str) -> list[Number | None]:
         The numbers; None for text that looks like a number but is not (`1.2.3`, `18/0`, a date).
     """
     values: list[Number | None] = []
-    before: list[re.Match] = []
+    previous: list[re.Match] = []
     for parts in _joined_by_slashes(line):
-        if _mixed(line, before, parts):
-            whole, part = values[-1], _ratio(line, parts)
-            sign = -1 if _negative(line, before[0].start()) else 1
-            values[-1] = None if whole is None or part is None else whole + sign * part
+        if _mixed(line, previous, parts):
+            integer = values[-1]
+            fraction = _ratio(line, parts)
+            sign = -1 if _negative(line, previous[0].start()) else 1
+            values[-1] = None if integer is None or fraction is None else integer + sign * fraction
+        elif line[parts[0].start() - 1 : parts[0].start()] == "/":
+            values.append(None)  # `x/2` is not 2
+        elif len(parts) == 1:
+            values.append(_value(line, parts[0]))
         else:
-            values.append(_value(line, parts[0]) if len(parts) == 1 else _ratio(line, parts))
-            if line[parts[0].start() - 1 : parts[0].start()] == "/":
-                values[-1] = None  # `x/2` is not 2
-        before = parts
+            values.append(_ratio(line, parts))
+        previous = parts
     return values
 
 
@@ -102,9 +105,11 @@ def text(number: Number) -> str:
 
 
 def _plain_fraction(match: re.Match) -> str:
-    over, under = (match[1], match[2]) if match[1] else (match[3], match[4])
-    glued = match.start() and match.string[match.start() - 1].isdigit()  # `1\\frac{1}{2}` is `1 1/2`
-    return f" {over}/{under}" if glued else f"{over}/{under}"
+    numerator, denominator = match.group(1, 2) if match[1] else match.group(3, 4)
+    follows_digit = match.start() and match.string[match.start() - 1].isdigit()
+    return (
+        f" {numerator}/{denominator}" if follows_digit else f"{numerator}/{denominator}"
+    )  # `1\\frac{1}{2}` is `1 1/2`
 
 
 def _joined_by_slashes(line: str) -> list[list[re.Match]]:
@@ -117,13 +122,15 @@ def _joined_by_slashes(line: str) -> list[list[re.Match]]:
     return groups
 
 
-def _mixed(line: str, whole: list[re.Match], part: list[re.Match]) -> bool:
-    """Return whether `whole part` is a mixed number like `1 1/2`: digits, one space between, the part below one."""
-    if len(whole) != 1 or len(part) != 2 or not line[whole[0].end() : part[0].start()].isspace():
+def _mixed(line: str, integer: list[re.Match], fraction: list[re.Match]) -> bool:
+    """Return whether `integer fraction` is a mixed number like `1 1/2`: digits, one space, a fraction below one."""
+    if len(integer) != 1 or len(fraction) != 2 or not line[integer[0].end() : fraction[0].start()].isspace():
         return False
-    over, under = part[0].group(), part[1].group()
-    plain = whole[0].group().isdigit() and over.isdigit() and under.isdigit() and len(under) < LONGEST
-    return plain and part[0].start() - whole[0].end() == 1 and int(over) < int(under)
+    numerator = fraction[0].group()
+    denominator = fraction[1].group()
+    all_digits = integer[0].group().isdigit() and numerator.isdigit() and denominator.isdigit()
+    one_space = fraction[0].start() - integer[0].end() == 1
+    return all_digits and len(denominator) < LONGEST and one_space and int(numerator) < int(denominator)
 
 
 def _ratio(line: str, parts: list[re.Match]) -> Fraction | None:
@@ -136,7 +143,8 @@ def _ratio(line: str, parts: list[re.Match]) -> Fraction | None:
 
 def _value(line: str, run: re.Match) -> Number | None:
     """Return the number of a run of digits, with the sign before it."""
-    digits, end = run.group(), run.end()
+    digits = run.group()
+    end = run.end()
     if len(digits) > LONGEST or _SPOILED.match(line, end) or line[end : end + 1].isnumeric():
         return None  # `18²` is a calculation, `1٨` mixes two scripts
     if run[1] or "," in digits:
@@ -151,14 +159,20 @@ def _negative(line: str, start: int) -> bool:
     `10-5`, `(a)-5` and `--5` have no minus sign. With a space after it, a minus is a sign after `####`, `=` or `:`;
     elsewhere it is a bullet or a dash.
     """
-    before = line[max(0, start - 30) : start]
-    if sign := _SIGN.search(before):
-        head = before[: sign.start()]
+    prefix = line[max(0, start - 30) : start]
+    sign = _SIGN.search(prefix)
+    if sign:
+        head = prefix[: sign.start()]
         if sign[2]:
-            unary = head.rstrip()[-1:] in ("#", "=", ":")
+            is_unary = head.rstrip()[-1:] in ("#", "=", ":")
         else:
-            unary = not (head and (head[-1].isalnum() or head[-1] in "_)].,%+-"))
-        if unary:
+            is_unary = not (head and (head[-1].isalnum() or head[-1] in "_)].,%+-"))
+        if is_unary:
             return sign[1] == "-"
-    word = _SIGN_WORD.search(before)
-    return bool(word) and bool(word[1] or not _DIGIT.search(line, 0, max(0, start - len(before) + word.start())))
+
+    word = _SIGN_WORD.search(prefix)
+    if not word:
+        return False
+    # `negative 5` is a sign anywhere; `minus 5` only without a number before it, from which it would be subtracted.
+    word_start = max(0, start - len(prefix) + word.start())
+    return bool(word[1]) or not _DIGIT.search(line, 0, word_start)

@@ -20,7 +20,9 @@ LONGEST_LINE = 200  # characters after `####`; a longer line is prose, not an an
 _MARKER = re.compile(r"####(#*+)([^\n\r#]*+)")
 _SIMPLE = re.compile(r"[ \t]*+(-?[0-9]{1,18})[ \t\n]*+")  # most answers: they skip the other rules
 _LAST_DIGIT = re.compile(r".*[0-9½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", re.DOTALL)
-_BEFORE, _AFTER = 200, 20  # characters around the last digit that can belong to its number
+# Characters before and after the last digit that can belong to its number.
+_REACH_BEFORE = 200
+_REACH_AFTER = 20
 _TWO_CLAIMS = re.compile(r"[;,]\s|\b(?:or|and)\b")  # `x = 5, y = 18` states two numbers, `9 * 2 = 18` one
 
 # Modifies the number beside it: roots, powers, `±`, double signs, negated and one-sided relations, unknown LaTeX.
@@ -48,38 +50,49 @@ def grade(completion: str, answer: str) -> Verdict:
     gold = strict(answer) if "####" in answer else _stated(answer[:LONGEST_LINE])
     if gold is None or gold is _NOTHING:
         raise BadInput(f"The gold answer {answer[:80]!r} is not a number: expected one like 18, 1,000, 2.5 or 3/4.")
-    parsed = strict(completion)
-    return Verdict(None if parsed is None else text(parsed), parsed == gold, flexible(completion) == gold)
+    stated = strict(completion)
+    parsed = None if stated is None else text(stated)
+    return Verdict(parsed, stated == gold, flexible(completion) == gold)
 
 
 def strict(completion: str) -> Number | None:
     """Return the number that all `####` lines agree on; None without one, or if they conflict."""
-    agreed, seen, begun = _NOTHING, set(), set()
+    agreed = _NOTHING
+    earlier_lines = set()
+    # Numbers that begin lines too long for an answer: they state none, but may contradict the one that is agreed on.
+    begun_numbers = set()
     for hashes, line in _MARKER.findall(until_end(completion)):
-        if hashes or line in seen:
+        if hashes or line in earlier_lines:
             continue
-        seen.add(line)
+        earlier_lines.add(line)
         number = _stated(line)
         if number is _NOTHING:
-            begun.add(_begun(line) if len(line) > LONGEST_LINE else _NOTHING)
+            if len(line) > LONGEST_LINE:
+                begun_numbers.add(_begun(line))
             continue
         if number is None or agreed not in (_NOTHING, number):
             return None
         agreed = number
-    return None if agreed is _NOTHING or begun - {_NOTHING, agreed} else agreed
+    if agreed is _NOTHING or begun_numbers - {_NOTHING, agreed}:
+        return None
+    return agreed
 
 
 def flexible(completion: str) -> Number | None:
     """Return the last number of a completion, wherever it is; None without one."""
     body = until_end(completion)
-    if simple := _SIMPLE.fullmatch(body.rpartition("####")[2]):
+    simple = _SIMPLE.fullmatch(body.rpartition("####")[2])
+    if simple:
         return int(simple[1])
+
     end = len(body)
-    while last := _LAST_DIGIT.match(body, 0, end):
-        stop = last.end()
-        end = max(stop - _BEFORE, body.rfind("\n", max(0, stop - _BEFORE), stop) + 1)
-        line = body[end : stop + _AFTER].partition("\n")[0]
-        if values := numbers(tidy(line)):
+    while last_digit := _LAST_DIGIT.match(body, 0, end):
+        stop = last_digit.end()
+        line_start = body.rfind("\n", max(0, stop - _REACH_BEFORE), stop) + 1
+        end = max(stop - _REACH_BEFORE, line_start)
+        line = body[end : stop + _REACH_AFTER].partition("\n")[0]
+        values = numbers(tidy(line))
+        if values:
             return values[-1]  # else its digits are glued to letters: search before them
     return None
 
@@ -91,7 +104,8 @@ def until_end(completion: str) -> str:
 
 def _stated(line: str) -> Number | object | None:
     """Return the one number that a line after `####` states: `_NOTHING` without a number, None if it is ambiguous."""
-    if simple := _SIMPLE.fullmatch(line):
+    simple = _SIMPLE.fullmatch(line)
+    if simple:
         return int(simple[1])
     if len(line) > LONGEST_LINE:
         return _NOTHING
@@ -99,14 +113,20 @@ def _stated(line: str) -> Number | object | None:
     values = numbers(line)
     if not values:
         return _NOTHING
+
     answer = line
-    if "=" in line and not (len(values) > 1 and _TWO_CLAIMS.search(line)):
+    is_equation = "=" in line and not (len(values) > 1 and _TWO_CLAIMS.search(line))
+    if is_equation:
         sides = ["=" + side for side in line.split("=")]
+        # Of several numbers, the last side has the answer; a single one may be on any side (`18 = x`).
         answer = sides[-1] if len(values) > 1 else next(filter(numbers, sides), line)
         values = numbers(answer)
-        if any(side != values for side in map(_bare, sides) if side):
+        bare_values = [_bare(side) for side in sides]
+        if any(bare_value and bare_value != values for bare_value in bare_values):
             return None
-    return None if len(values) != 1 or _UNREAD.search(line) or is_modified(answer) else values[0]
+    if len(values) != 1 or _UNREAD.search(line) or is_modified(answer):
+        return None
+    return values[0]
 
 
 def _bare(side: str) -> list[Number]:

@@ -29,11 +29,11 @@ SIGNATURES = {
     "load": "load(split, n, seed), which returns a list of qrl.tasks.Question",
     "grade": "grade(completion, answer), which returns True, False or a qrl.tasks.Verdict",
 }
-_read: dict[str, bytes] = {}  # path → text
+_sources: dict[str, bytes] = {}  # path → text
 _digests: dict[str, str] = {}  # path → sha256
 _LOADING = "__qrl_loading__"  # attribute of a module whose text is still executed
-_CHECKED = 8  # solutions of a split that must be graded as right
-_SHOWN = 80  # last characters of a completion, shown where a grader returns only right or wrong
+_CHECKED_SOLUTIONS = 8  # solutions of a split that must be graded as right
+_SHOWN_CHARACTERS = 80  # last characters of a completion, shown where a grader returns only right or wrong
 _ERROR = Verdict(None, False, False, "error")
 
 
@@ -44,27 +44,40 @@ def is_file(task: str) -> bool:
 
 def files(task: str, rewards: Sequence[str] = ()) -> list[str]:
     """Return the paths of the files that a task and rewards name, each once."""
-    named = [task] * is_file(task) + [name.rpartition(":")[0] for name in rewards if ":" in name]
-    return list(dict.fromkeys(named))
+    paths = [task] if is_file(task) else []
+    for name in rewards:  # a reward of a file is FILE.py:FUNCTION, one of ours a name
+        if ":" in name:
+            paths.append(name.rpartition(":")[0])
+    return list(dict.fromkeys(paths))
 
 
 def digest(path: str) -> str:
     """Return the sha256 of a file and of the data files that it names in `FILES`; raise BadInput if one is missing."""
     if path not in _digests:
         total = sha256(_source(path))
-        named = getattr(_module(path, _source(path)), "FILES", ())
-        named = [named] if isinstance(named, str) else named
-        if not isinstance(named, list | tuple | set) or not all(isinstance(name, str) for name in named):
-            raise BadInput(f"{path} has FILES = {named!r:.80}, but a tuple of file names was expected.")
-        for name in named:
-            data = Path(path).parent / name
-            if Path(name).name != name or not os.path.isfile(data):
-                absent = f"{path} names {name!r:.80} in FILES, but there is no file {str(data)[:200]}"
-                raise BadInput(f"{absent}: put it there.")
-            with data.open("rb") as content:
+        for data_file in _data_files(path):
+            with data_file.open("rb") as content:
                 total.update(file_digest(content, "sha256").digest())
         _digests[path] = total.hexdigest()
     return _digests[path]
+
+
+def _data_files(path: str) -> list[Path]:
+    """Return the paths of the data files that a file names in `FILES`; raise BadInput if one is not beside it."""
+    file_names = getattr(_module(path, _source(path)), "FILES", ())
+    if isinstance(file_names, str):
+        file_names = [file_names]
+    if not isinstance(file_names, list | tuple | set) or not all(isinstance(name, str) for name in file_names):
+        raise BadInput(f"{path} has FILES = {file_names!r:.80}, but a tuple of file names was expected.")
+
+    paths = []
+    for name in file_names:
+        data_file = Path(path).parent / name
+        if Path(name).name != name or not os.path.isfile(data_file):
+            absent = f"{path} names {name!r:.80} in FILES, but there is no file {str(data_file)[:200]}"
+            raise BadInput(f"{absent}: put it there.")
+        paths.append(data_file)
+    return paths
 
 
 def label(task: str) -> str:
@@ -102,23 +115,39 @@ def load(task: str, split: str, n: int | None, seed: int) -> list[Question]:
             judges it to be wrong.
     """
     check(task)
-    with explained(task, f"load({split!r}, {n}, {seed})"):
-        loaded = function(task, "load")(split, n, seed)
-    others = [loaded] if not isinstance(loaded, list) else [item for item in loaded if not isinstance(item, Question)]
-    if others:
-        kind = f"{'a list with ' if isinstance(loaded, list) else ''}a {type(others[0]).__name__}"
-        raise BadInput(f"{task}: load returned {kind}, but a list of qrl.tasks.Question was expected.")
-    for item in loaded:
-        texts = {"id": item.id, "question": item.question, "answer": item.answer, "solution": item.solution}
-        for name, text in texts.items():
-            if not isinstance(text, str) or not (text.strip() or name == "solution"):
-                raise BadInput(f"{task}: question {item.id!r} has the {name} {text!r}, but a text was expected.")
-    if len({item.id for item in loaded}) < len(loaded) or not loaded:
-        wrong = "repeats the id of a question: give each its own" if loaded else "returned none: return at least one"
-        raise BadInput(f"{task}: load({split!r}, {n}, {seed}) {wrong}.")
-    chosen = loaded if n is None or n >= len(loaded) else Random(seed).sample(loaded, n)
-    _check_solutions(task, chosen[:_CHECKED])
-    return [replace(item, id=f"{label(task)}-{split}-{item.id}") for item in chosen]
+    call = f"load({split!r}, {n}, {seed})"
+    with explained(task, call):
+        questions = function(task, "load")(split, n, seed)
+    _check_questions(task, call, questions)
+
+    sample = questions
+    if n is not None and n < len(questions):
+        sample = Random(seed).sample(questions, n)
+    _check_solutions(task, sample[:_CHECKED_SOLUTIONS])
+    return [replace(question, id=f"{label(task)}-{split}-{question.id}") for question in sample]
+
+
+def _check_questions(task: str, call: str, questions: object) -> None:
+    """Raise BadInput if what `load` returned is not a list of different questions with all their texts."""
+    if not isinstance(questions, list):
+        raise _not_questions(task, f"a {type(questions).__name__}")
+    for item in questions:
+        if not isinstance(item, Question):
+            raise _not_questions(task, f"a list with a {type(item).__name__}")
+    for question in questions:
+        for field in ("id", "question", "answer", "solution"):
+            text = getattr(question, field)
+            # A solution may be empty: not every data set has worked ones.
+            if not isinstance(text, str) or not (text.strip() or field == "solution"):
+                raise BadInput(f"{task}: question {question.id!r} has the {field} {text!r}, but a text was expected.")
+    if not questions:
+        raise BadInput(f"{task}: {call} returned none: return at least one.")
+    if len({question.id for question in questions}) < len(questions):
+        raise BadInput(f"{task}: {call} repeats the id of a question: give each its own.")
+
+
+def _not_questions(task: str, returned: str) -> BadInput:
+    return BadInput(f"{task}: load returned {returned}, but a list of qrl.tasks.Question was expected.")
 
 
 def grade_many(
@@ -133,8 +162,9 @@ def grade_many(
         QrlError: its process ended before it graded.
     """
     function(task, "grade")
-    pairs, verdicts = list(zip(completions, answers, strict=True)), []
-    for verdict in limits.called(task, _source(task), _graded, pairs, GRADE_S):
+    pairs = list(zip(completions, answers, strict=True))
+    verdicts = []
+    for verdict in limits.called(task, _source(task), begin, _graded, pairs, GRADE_S):
         if verdict is limits.LATE:
             verdicts.append(Verdict(None, False, False, "timeout", f"took longer than {GRADE_S:g} s"))
         elif isinstance(verdict, str):  # printed once for each line that raises it
@@ -154,13 +184,13 @@ def rewarded(path: str, name: str, completions: Sequence[str], answers: Sequence
     """
     seconds = max(REWARD_S, GRADE_S * len(completions))
     arguments = (name, list(completions), list(answers))
-    (given,) = limits.called(path, _source(path), _rewarded, [arguments], seconds)
-    if given is limits.LATE:
-        late = f"took longer than {seconds:g} s for {len(completions)} completions"
-        raise QrlError(f"{path}: {name} {late}: make it faster.")
-    if isinstance(given, str):
-        raise QrlError(f"{path}: {name} failed ({given}): correct it.")
-    return given
+    (rewards,) = limits.called(path, _source(path), begin, _rewarded, [arguments], seconds)
+    if rewards is limits.LATE:
+        duration = f"took longer than {seconds:g} s for {len(completions)} completions"
+        raise QrlError(f"{path}: {name} {duration}: make it faster.")
+    if isinstance(rewards, str):
+        raise QrlError(f"{path}: {name} failed ({rewards}): correct it.")
+    return rewards
 
 
 @contextmanager
@@ -179,33 +209,34 @@ def reason(error: BaseException, path: str) -> str:
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
     if isinstance(error, SyntaxError) and error.filename == path:
         lines.append(error.lineno)
-    return f"{f'line {lines[-1]}, ' if lines else ''}{type(error).__name__}: {first_line(error)[:200]}"
+    position = f"line {lines[-1]}, " if lines else ""
+    return f"{position}{type(error).__name__}: {first_line(error)[:200]}"
 
 
 def _check_solutions(task: str, questions: Sequence[Question]) -> None:
     """Raise BadInput if `grade` fails on worked solutions, or judges one to be wrong."""
-    pairs = [(item.solution or item.answer, item.answer) for item in questions]
-    verdicts = limits.called(task, _source(task), _graded, pairs, GRADE_S)
-    for item, verdict in zip(questions, verdicts, strict=True):
-        call = f"grade on the solution of question {item.id!r}"
+    pairs = [(question.solution or question.answer, question.answer) for question in questions]
+    verdicts = limits.called(task, _source(task), begin, _graded, pairs, GRADE_S)
+    for question, verdict in zip(questions, verdicts, strict=True):
+        call = f"grade on the solution of question {question.id!r}"
         if verdict is limits.LATE:
             raise BadInput(f"{task}: {call} took longer than {GRADE_S:g} s: make it faster.")
         if isinstance(verdict, str):
             raise BadInput(f"{task}: {call} failed ({verdict}): correct it.")
-        if item.solution.strip() and not verdict.strict:
-            how = "expected a solution that ends in the form that grade reads, or an empty one"
-            raise BadInput(f"{task}: {call} is wrong, its answer being {item.answer[:80]!r}: {how}.")
+        if question.solution.strip() and not verdict.strict:
+            expected = "expected a solution that ends in the form that grade reads, or an empty one"
+            raise BadInput(f"{task}: {call} is wrong, its answer being {question.answer[:80]!r}: {expected}.")
 
 
 def _graded(path: str, completion: str, answer: str) -> Verdict | str:
     """Return a grader's verdict, or how it failed; in the file's process.
 
-    Of True or False, whose form of an answer is unknown, any text counts as readable.
+    Where it returns only True or False, any text counts as readable, since the form of an answer is unknown.
     """
     try:
         verdict = function(path, "grade")(completion, answer)
         if type(verdict).__name__ in ("bool", "bool_"):  # numpy's too
-            return Verdict(completion.strip()[-_SHOWN:] or None, bool(verdict), bool(verdict))
+            return Verdict(completion.strip()[-_SHOWN_CHARACTERS:] or None, bool(verdict), bool(verdict))
         if not isinstance(verdict, Verdict):
             raise TypeError(f"grade returned {verdict!r:.80}, but True, False or a Verdict was expected")
         parsed = None if verdict.parsed is None else str(verdict.parsed)
@@ -224,14 +255,14 @@ def _rewarded(path: str, name: str, completions: list[str], answers: list[str]) 
 
 
 def begin(path: str, source: bytes) -> None:
-    """Load a file's very text in the process that calls its functions; what fails is told by the first call."""
-    _read[path] = source
+    """Load a file's very text in the process that calls its functions; the first call reports an error in it."""
+    _sources[path] = source
     with suppress(BadInput):
         _module(path, source)
 
 
 def _source(path: str) -> bytes:
-    return _read[path] if path in _read else read(path)
+    return _sources[path] if path in _sources else read(path)
 
 
 def read(path: str) -> bytes:
@@ -240,21 +271,21 @@ def read(path: str) -> bytes:
     Raises:
         BadInput: there is no such file, or it cannot be read.
     """
+    _digests.pop(path, None)
     try:
-        _digests.pop(path, None)
         reading.check(Path(path), reading.MIB)
-        _read[path] = Path(path).read_bytes()
-        return _read[path]
+        _sources[path] = Path(path).read_bytes()
     except OSError as error:
-        kept = "a run that used one keeps it in its artifacts, below files/"
+        hint = "a run that used one keeps it in its artifacts, below files/"
         raise BadInput(
-            f"The file {path} cannot be read ({error.strerror}): give the path of a .py file; {kept}."
+            f"The file {path} cannot be read ({error.strerror}): give the path of a .py file; {hint}."
         ) from None
+    return _sources[path]
 
 
 @cache
 def _module(path: str, source: bytes) -> ModuleType:
-    """Return the module of a file's very text, which the digest is of; an import would read it again, or a cache."""
+    """Return the module of the text that the digest is of; an import would read the file again, or a cache."""
     name = f"qrl_own_{sha256(source).hexdigest()[:16]}"
     if getattr(sys.modules.get(name), _LOADING, False):  # a script that is its own task file, and grades
         raise BadInput(f'{path} loads itself: put its main code below `if __name__ == "__main__":`.')

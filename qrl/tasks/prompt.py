@@ -54,8 +54,9 @@ def resolve(template: str | Template) -> Template:
     if isinstance(template, Template):
         return template
     if template.startswith("{"):
-        given = json.loads(template)
-        return Template(given["user"], given.get("system"), tuple(given["tasks"]) if "tasks" in given else None)
+        fields = json.loads(template)
+        tasks = tuple(fields["tasks"]) if "tasks" in fields else None
+        return Template(fields["user"], fields.get("system"), tasks)
     if template not in TEMPLATES:
         names = ", ".join(TEMPLATES)
         raise BadInput(f"There is no prompt template '{template}': expected one of {names}, or a YAML file's path.")
@@ -65,8 +66,10 @@ def resolve(template: str | Template) -> Template:
 def messages(question: str, template: str | Template) -> list[dict[str, str]]:
     """Return the chat of a question: an optional system turn and the user's."""
     wording = resolve(template)
-    user = {"role": "user", "content": wording.user.replace("{question}", question)}
-    return [user] if wording.system is None else [{"role": "system", "content": wording.system}, user]
+    user_turn = {"role": "user", "content": wording.user.replace("{question}", question)}
+    if wording.system is None:
+        return [user_turn]
+    return [{"role": "system", "content": wording.system}, user_turn]
 
 
 def render(tokenizer: Any, question: str, template: str | Template) -> list[int]:
@@ -87,14 +90,19 @@ def training_text(tokenizer: Any, question: Question, template: str | Template) 
 
 def check(task: str, template: str | Template) -> None:
     """Raise BadInput if a template requests a format that the task's grader does not read."""
-    tasks = resolve(template).tasks
-    # A file's grader reads what it likes.
-    if tasks is not None and task not in tasks and not (own.is_file(task) and template in TEMPLATES):
-        fitting = [name for name, other in TEMPLATES.items() if other.tasks is None or task in other.tasks]
-        what = f"The prompt template '{template}' requests the answer format of {' and '.join(tasks)}"
-        if template not in TEMPLATES:
-            what = f"The prompt of your own is for {' and '.join(tasks)}, as its `tasks` say"
-        raise BadInput(f"{what}, but the task is {task}: expected prompt={' or prompt='.join(fitting)}.")
+    graded_tasks = resolve(template).tasks
+    if graded_tasks is None or task in graded_tasks:
+        return
+    # The grader of a task file reads what its author likes; only a prompt of the user's own can contradict it.
+    if own.is_file(task) and template in TEMPLATES:
+        return
+
+    fitting = [name for name, wording in TEMPLATES.items() if wording.tasks is None or task in wording.tasks]
+    if template in TEMPLATES:
+        mismatch = f"The prompt template '{template}' requests the answer format of {' and '.join(graded_tasks)}"
+    else:
+        mismatch = f"The prompt of your own is for {' and '.join(graded_tasks)}, as its `tasks` say"
+    raise BadInput(f"{mismatch}, but the task is {task}: expected prompt={' or prompt='.join(fitting)}.")
 
 
 def check_kwargs(tokenizer: Any, template: str | Template) -> None:
@@ -105,14 +113,17 @@ def check_kwargs(tokenizer: Any, template: str | Template) -> None:
     from jinja2 import TemplateError
 
     try:
-        known = sorted(sandbox.variables(tokenizer.get_chat_template()) - _set_by_rendering(tokenizer))
-    except (ValueError, TemplateError):  # no template, or a broken one: rendering says so
+        variables = sandbox.variables(tokenizer.get_chat_template())
+    except (ValueError, TemplateError):  # no template, or a broken one: rendering reports it
         return
-    if unknown := [name for name in kwargs if name not in known]:
-        has = f"which has {', '.join(known)}" if known else "which has none"
+
+    settable = sorted(variables - _set_by_rendering(tokenizer))
+    unknown = [name for name in kwargs if name not in settable]
+    if unknown:
+        variables_shown = f"which has {', '.join(settable)}" if settable else "which has none"
         raise BadInput(
-            f"chat.template_kwargs sets '{unknown[0]}', but this is no variable of the model's chat template, {has}: "
-            "leave it out or use another model."
+            f"chat.template_kwargs sets '{unknown[0]}', but this is no variable of the model's chat template, "
+            f"{variables_shown}: leave it out or use another model."
         )
 
 
@@ -120,7 +131,8 @@ def template_hash(template: str | Template) -> str:
     """Return the first 16 hex digits of the sha256 over a template's texts and kwargs, which every run records."""
     wording = resolve(template)
     texts = {"user": wording.user, "system": wording.system}
-    texts |= {"kwargs": wording.kwargs} if wording.kwargs else {}
+    if wording.kwargs:  # the hash of a template without variables stays what it was before there were any
+        texts["kwargs"] = wording.kwargs
     return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -137,15 +149,14 @@ def _set_by_rendering(tokenizer: Any) -> set[str]:
 
 
 def _prompt(tokenizer: Any, question: str, template: str | Template) -> str:
-    chat, kwargs = messages(question, template), resolve(template).kwargs
+    wording = resolve(template)
     if not tokenizer.chat_template:
         remedy = "use an instruction-tuned model, or add chat_template to its tokenizer_config.json"
         raise BadInput(f"The tokenizer has no chat template, which prompts need: {remedy}.")
-    check_kwargs(tokenizer, template)
-    sandbox.limit()
+    check_kwargs(tokenizer, wording)
     try:
-        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **kwargs)
+        return sandbox.render(tokenizer, messages(question, wording), wording.kwargs)
     except Exception as error:  # the template is a program: it can raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
-        what = f"The model's chat template fails on a single question ({reason})"
-        raise BadInput(f"{what}: repair it, or get it from the model's publisher.") from None
+        failure = f"The model's chat template fails on a single question ({reason})"
+        raise BadInput(f"{failure}: repair it, or get it from the model's publisher.") from None

@@ -21,7 +21,7 @@ class Question:
 
 
 def bare(question: str) -> str:
-    """Return a question's text without white space and case, which make no other question."""
+    """Return a question's text without white space and case; two texts that differ in nothing else are one question."""
     return "".join(question.casefold().split())
 
 
@@ -37,7 +37,7 @@ class Verdict:
 
 
 def leaked(question: str, text: str, raw: str, markers: Sequence[str]) -> bool:
-    """Return whether a completion goes on, after the answer, with a new prompt: chat markers, or the question again.
+    """Return whether a completion continues, after the answer, with a new prompt: chat markers, or the question again.
 
     An answer may quote the question ("The answer to the question … is 37") or begin with it: neither is a new prompt.
 
@@ -52,18 +52,22 @@ def leaked(question: str, text: str, raw: str, markers: Sequence[str]) -> bool:
 
 def _asked_again(question: str, text: str) -> bool:
     """Return whether a text has the question in a turn of its own: under a label, or alone on its lines."""
-    for found in re.finditer(re.escape(question), text):
-        before, _, beside = text[: found.start()].rpartition("\n")
-        after = text[found.end() :].partition("\n")[0]
-        earlier, _, label = before.rstrip().rpartition("\n")
-        if beside.strip():
-            labelled, answer = bool(_TURN.fullmatch(beside)), before
-        elif _TURN.fullmatch(label):
-            labelled, answer = True, earlier
-        else:
-            labelled, answer = False, before
-        introduced = answer.rstrip().endswith(":")  # "The question is:", and then the answer
-        alone = not (beside.strip() or after.strip() or introduced)
-        if answer.strip() and (labelled or alone):
+    for match in re.finditer(re.escape(question), text):
+        lines_before, _, same_line_before = text[: match.start()].rpartition("\n")
+        same_line_after = text[match.end() :].partition("\n")[0]
+        earlier_lines, _, line_above = lines_before.rstrip().rpartition("\n")
+
+        # A label is on the line of the question ("Question: …") or on the line above it.
+        answer = lines_before
+        is_labelled = False
+        if same_line_before.strip():
+            is_labelled = bool(_TURN.fullmatch(same_line_before))
+        elif _TURN.fullmatch(line_above):
+            is_labelled = True
+            answer = earlier_lines
+
+        is_introduced = answer.rstrip().endswith(":")  # "The question is:", and then the answer
+        is_alone = not (same_line_before.strip() or same_line_after.strip() or is_introduced)
+        if answer.strip() and (is_labelled or is_alone):
             return True
     return False

@@ -27,20 +27,24 @@ def numerically(completion: str, answer: str, question: str) -> bool:
     """Return whether a wrong or missing answer to a numeric task had stated the gold number before."""
     body = numeric.until_end(completion)
     gold = numeric.strict(f"#### {answer}")
-    before = body.rpartition("####")[0] if "####" in body else body
-    return gold is not None and gold in _numbers(before) and gold not in _numbers(question)
+    reasoning = body.rpartition("####")[0] if "####" in body else body
+    return gold is not None and gold in _numbers(reasoning) and gold not in _numbers(question)
 
 
 def in_latex(completion: str, answer: str, question: str) -> bool:
     r"""Return whether a wrong or missing answer to a task with \boxed{} had stated the gold answer before."""
-    body, gold = numeric.until_end(completion), boxed.gold(answer)
-    last = _LAST_BOX.match(body)
-    before = body[: last.end()] if last else body
-    return _states(before, gold) and not _states(question, gold)
+    body = numeric.until_end(completion)
+    gold = boxed.gold(answer)
+    last_box = _LAST_BOX.match(body)
+    reasoning = body[: last_box.end()] if last_box else body
+    return _states(reasoning, gold) and not _states(question, gold)
 
 
 def _numbers(text: str) -> set[Number | None]:
-    return {number for piece in _PIECES.findall(text) for number in numbers(tidy(piece))}
+    values = set()
+    for piece in _PIECES.findall(text):
+        values.update(numbers(tidy(piece)))
+    return values
 
 
 def _states(text: str, gold: str) -> bool:
@@ -50,4 +54,5 @@ def _states(text: str, gold: str) -> bool:
 def _formulas(text: str, longest: int) -> Iterator[str]:
     """Yield each different short piece between equality signs, dollars, boxes, full stops and line ends."""
     pieces = (*latex.boxes(text), *_ENDS_FORMULA.split(text))
-    yield from dict.fromkeys(piece.strip() for piece in pieces if piece.strip() and len(piece) <= longest)
+    short = [piece.strip() for piece in pieces if len(piece) <= longest]
+    yield from dict.fromkeys(filter(None, short))

@@ -14,15 +14,15 @@ from qrl.tasks.question import Question
 
 FILES = {"train": "train.jsonl", "heldout": "test.jsonl"}
 Row = tuple[str, dict[str, Any]]  # where it is, for errors, and its fields
-ReadRow = Callable[[str, str, dict[str, Any]], Question]  # (id, where, fields) → question
+ReadRow = Callable[[str, str, dict[str, Any]], Question]  # (id, location, fields) → question
 
 
 def of_folder(folder: Path, split: str) -> Iterator[Row]:
     """Yield the objects in a split's file; raise BadInput if it is missing, or a line is not a JSON object in UTF-8."""
     path = folder / FILES[split]
     if not folder.is_dir():
-        what = f"{folder} is a file" if folder.is_file() else f"There is no data folder {folder}"
-        raise BadInput(f"{what}: expected a folder with {' and '.join(FILES.values())}.")
+        problem = f"{folder} is a file" if folder.is_file() else f"There is no data folder {folder}"
+        raise BadInput(f"{problem}: expected a folder with {' and '.join(FILES.values())}.")
     if not path.is_file():
         raise BadInput(f"The data folder {folder} has no {path.name}, which has the {split} split: add it.")
     yield from of_file(path)
@@ -33,22 +33,27 @@ def of_file(path: Path) -> Iterator[Row]:
     reading.check(path, reading.TABLE_BYTES)
     with path.open("rb") as lines:  # not splitlines: JSON strings may hold characters that it takes for line ends
         for number, line in enumerate(lines, 1):
-            if text := line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
-                where = f"{path}, line {number}"
-                yield where, _object(where, text)
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if text.strip():
+                location = f"{path}, line {number}"
+                yield location, _object(location, text.strip())
 
 
 def is_mirror(folder: Path) -> bool:
     """Return whether a folder holds copies of the hub's data sets, as OWNER/NAME, instead of files for the splits."""
-    return not any((folder / name).exists() for name in FILES.values()) and any(folder.glob("*/*/README.md"))
+    has_splits = any((folder / name).exists() for name in FILES.values())
+    return not has_splits and any(folder.glob("*/*/README.md"))
 
 
 def files(folder: Path) -> list[Path]:
     """Return the files that decide what a data folder holds, sorted: its JSONL files, or all files of a mirror."""
     if is_mirror(folder):
-        paths = [path for place in folder.glob("*/*") if place.is_dir() for path in reading.walk(place)]
+        paths: list[Path] = []
+        for repository in folder.glob("*/*"):
+            if repository.is_dir():
+                paths += reading.walk(repository)
     else:
-        paths = folder.glob("*.jsonl")
+        paths = list(folder.glob("*.jsonl"))
     return sorted(path for path in paths if path.is_file() and ".cache" not in path.relative_to(folder).parts)
 
 
@@ -62,10 +67,13 @@ def of_hub(name: str, config: str | None, split: str, mirror: Path | None = None
     try:
         table = datasets.load_dataset(str(copy or name), config, split=split)
     except Exception as error:  # a dozen kinds, by network, proxy and cache; the remedy is the same for all
-        failed = f"{copy} could not be loaded" if copy else f"{name} could not be loaded from the hub"
-        connect = "connect to it, or pass a folder with train.jsonl and test.jsonl as data"
-        remedy = f"download {name} into it again, whole" if copy else connect
-        raise BadInput(f"{failed} ({type(error).__name__}): {remedy}.") from error
+        if copy is None:
+            failure = f"{name} could not be loaded from the hub"
+            remedy = "connect to it, or pass a folder with train.jsonl and test.jsonl as data"
+        else:
+            failure = f"{copy} could not be loaded"
+            remedy = f"download {name} into it again, whole"
+        raise BadInput(f"{failure} ({type(error).__name__}): {remedy}.") from error
     return ((f"{name} {config or ''} {split}, row {index}", row) for index, row in enumerate(table))
 
 
@@ -76,13 +84,13 @@ def from_cache() -> Iterator[None]:
     import huggingface_hub
 
     switches = (datasets.config, huggingface_hub.constants)
-    before = [switch.HF_HUB_OFFLINE for switch in switches]
+    former_values = [switch.HF_HUB_OFFLINE for switch in switches]
     try:
         for switch in switches:
             switch.HF_HUB_OFFLINE = True
         yield
     finally:
-        for switch, value in zip(switches, before, strict=True):
+        for switch, value in zip(switches, former_values, strict=True):
             switch.HF_HUB_OFFLINE = value
 
 
@@ -100,7 +108,7 @@ def questions(
     Raises:
         BadInput: there is no row, or one is malformed.
     """
-    questions = [read_row(f"{prefix}-{index}", where, row) for index, (where, row) in enumerate(rows)]
+    questions = [read_row(f"{prefix}-{index}", location, row) for index, (location, row) in enumerate(rows)]
     if not questions:
         raise BadInput(f"{source} has no questions: expected at least one row.")
     if n is None or n >= len(questions) or selection == "first":
@@ -119,31 +127,33 @@ def texts(file: Path, n: int, setting: str = "quantize.calibration") -> list[str
         BadInput: the file does not exist, a row holds no text, or there are fewer than n.
     """
     try:
-        placed = list(of_file(file))
+        located_rows = list(of_file(file))
     except OSError as error:
         raise BadInput(f"{setting} cannot be read from {file} ({error}): expected a .jsonl file of texts.") from None
-    rows = [row.get("text") for _, row in placed]
-    for (where, _), text in zip(placed, rows, strict=True):
+    texts = []
+    for location, row in located_rows:
+        text = row.get("text")
         if not isinstance(text, str) or not text.strip():
-            raise BadInput(f'{where} holds no calibration text: expected rows like {{"text": "…"}}.')
-    check_count(len(rows), n, str(file), setting)
-    return rows[:n]
+            raise BadInput(f'{location} holds no calibration text: expected rows like {{"text": "…"}}.')
+        texts.append(text)
+    check_count(len(texts), n, str(file), setting)
+    return texts[:n]
 
 
-def check_count(available: int, n: int, where: str, setting: str = "quantize.calibration") -> None:
+def check_count(available: int, n: int, source: str, setting: str = "quantize.calibration") -> None:
     """Raise BadInput where there are fewer than n texts: settings would record a number that was not used."""
     if available < n:
-        wanted = f"{setting}_samples is {n}"
-        raise BadInput(f"{where} has {available} calibration texts, but {wanted}: lower it, or add texts.")
+        required = f"{setting}_samples is {n}"
+        raise BadInput(f"{source} has {available} calibration texts, but {required}: lower it, or add texts.")
 
 
-def _object(where: str, line: bytes) -> dict[str, Any]:
+def _object(location: str, line: bytes) -> dict[str, Any]:
     try:
         row = reading.parsed(line.decode())
         if b"\\u" in line:  # a lone surrogate, `\ud800`, is not a text that a tokenizer can read
             json.dumps(row, ensure_ascii=False).encode()
     except ValueError:
-        raise BadInput(f"{where} is not valid: expected a JSON object in UTF-8 on every line.") from None
+        raise BadInput(f"{location} is not valid: expected a JSON object in UTF-8 on every line.") from None
     if not isinstance(row, dict):
-        raise BadInput(f"{where} is a {type(row).__name__}: expected a JSON object on every line.")
+        raise BadInput(f"{location} is a {type(row).__name__}: expected a JSON object on every line.")
     return row

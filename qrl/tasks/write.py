@@ -1,4 +1,4 @@
-r"""Write `arithmetic` as the data sets that it stands for: `python -m qrl.tasks.write --as math --out DIR`.
+r"""Write `arithmetic` in the form of larger data sets: `python -m qrl.tasks.write --as math --out DIR`.
 
 A small model made by `qrl.tiny.make` can answer these questions, and a study on them runs the loaders, prompts and
 graders of GSM8K, MATH and DeepMath: later, only `model` and `data` change. The folder holds train.jsonl and test.jsonl,
@@ -6,7 +6,7 @@ or, with `--layout hub`, copies of the hub's repositories with their paths, conf
 
 The questions are `arithmetic`'s, of its own two splits, so no model made here was trained on a held-out one, and no
 held-out one shares 13 words in a row with a training one (`train.max_ngram_share`). What they lack of the originals is
-filled in: MATH's seven subjects stand for the seven kinds of a last step, a level is a number of steps, and DeepMath's
+filled in: MATH's seven subjects are the seven kinds of a last step, a level is a number of steps, and DeepMath's
 three solutions are the same worked one.
 """
 
@@ -61,18 +61,23 @@ def write(form: str, out: Path, n: int, heldout: int, seed: int = 0, layout: str
     keep = deepmath.split_of if form == "deepmath" and layout == "hub" else arithmetic.split_of
 
     def problems(split: str) -> Iterator[Problem]:
-        return (p for p in arithmetic.problems(split, seed) if keep(p.question) == split)
+        return (problem for problem in arithmetic.problems(split, seed) if keep(problem.question) == split)
 
-    parts = {"train": list(islice(problems("train"), n))}
-    trained = {gram for problem in parts["train"] for gram in contamination.grams(problem.question)}
-    others = (p for p in problems("heldout") if trained.isdisjoint(contamination.grams(p.question)))
-    parts["heldout"] = list(islice(others, heldout))
+    training = list(islice(problems("train"), n))
+    training_grams: set[tuple[str, ...]] = set()
+    for problem in training:
+        training_grams.update(contamination.grams(problem.question))
+    without_overlap = (
+        problem for problem in problems("heldout") if training_grams.isdisjoint(contamination.grams(problem.question))
+    )
+    parts = {"train": training, "heldout": list(islice(without_overlap, heldout))}
     with written_whole(out) as folder:
         if layout == "hub":
             HUB[form](folder, parts)
             return
         for split, name in rows.FILES.items():
-            _jsonl(folder / name, (ROWS[form](i, split, problem) for i, problem in enumerate(parts[split])))
+            to_row = ROWS[form]
+            _jsonl(folder / name, [to_row(index, split, problem) for index, problem in enumerate(parts[split])])
 
 
 def _gsm8k(index: int, split: str, problem: Problem) -> Fields:
@@ -82,70 +87,95 @@ def _gsm8k(index: int, split: str, problem: Problem) -> Fields:
 def _math(index: int, split: str, problem: Problem) -> Fields:
     """Return a row with MATH's columns, or with MATH-500's for the held-out split."""
     solution, answer = arithmetic.solve(problem, form="math")
-    texts, subject, level = {"problem": problem.question}, _subject(problem), len(problem.steps)
+    subject = _subject(problem)
+    level = len(problem.steps)
     if split == "train":
-        return texts | {"level": f"Level {level}", "type": _title(subject), "solution": solution}
-    texts |= {"solution": solution, "answer": str(answer), "subject": _title(subject)}
-    return texts | {"level": level, "unique_id": f"test/{subject}/{index}.json"}
+        return {"problem": problem.question, "level": f"Level {level}", "type": _title(subject), "solution": solution}
+    return {
+        "problem": problem.question,
+        "solution": solution,
+        "answer": str(answer),
+        "subject": _title(subject),
+        "level": level,
+        "unique_id": f"test/{subject}/{index}.json",
+    }
 
 
 def _deepmath(index: int, split: str, problem: Problem) -> Fields:
     solution, answer = arithmetic.solve(problem, form="math")
-    topic = f"Mathematics -> {_title(_subject(problem))} -> Word Problems"
-    fields = {"question": problem.question, "final_answer": str(answer), "difficulty": float(len(problem.steps))}
-    return fields | {"topic": topic} | {f"r1_solution_{i}": solution for i in (1, 2, 3)}
+    return {
+        "question": problem.question,
+        "final_answer": str(answer),
+        "difficulty": float(len(problem.steps)),
+        "topic": f"Mathematics -> {_title(_subject(problem))} -> Word Problems",
+        "r1_solution_1": solution,
+        "r1_solution_2": solution,
+        "r1_solution_3": solution,
+    }
 
 
 ROWS: dict[str, Callable[[int, str, Problem], Fields]] = {"gsm8k": _gsm8k, "math": _math, "deepmath": _deepmath}
 
 
 def _hub_gsm8k(mirror: Path, parts: dict[str, list[Problem]]) -> None:
-    own = {split: [_gsm8k(i, split, problem) for i, problem in enumerate(parts[split])] for split in parts}
-    _repository(mirror / gsm8k.HUB, {gsm8k.CONFIG: {"train": own["train"], "test": own["heldout"]}})
+    train = [_gsm8k(index, "train", problem) for index, problem in enumerate(parts["train"])]
+    test = [_gsm8k(index, "heldout", problem) for index, problem in enumerate(parts["heldout"])]
+    _repository(mirror / gsm8k.HUB, {gsm8k.CONFIG: {"train": train, "test": test}})
 
 
 def _hub_math(mirror: Path, parts: dict[str, list[Problem]]) -> None:
     """Write MATH-500, and MATH by subject, where the test files hold MATH-500's problems and others."""
-    heldout = [_math(i, "heldout", problem) for i, problem in enumerate(parts["heldout"])]
+    heldout = [_math(index, "heldout", problem) for index, problem in enumerate(parts["heldout"])]
     _jsonl(mirror / dataset.HELDOUT / "test.jsonl", heldout)
     (mirror / dataset.HELDOUT / "README.md").write_text("---\nlanguage:\n- en\n---\n")
-    whole = {subject: {"train": [], "test": []} for subject in dataset.SUBJECTS}
-    for i, problem in enumerate([*parts["train"], *parts["heldout"]]):
-        is_test = i >= len(parts["train"]) or i % 3 == 0
-        whole[_subject(problem)]["test" if is_test else "train"].append(_math(i, "train", problem))
-    if not all(part for splits in whole.values() for part in splits.values()):
-        few = f"{len(parts['train'])} training questions are too few to have each of MATH's subjects in both its parts"
-        raise BadInput(f"{few}: give --n 500 or more.")
-    _repository(mirror / dataset.WHOLE, whole)
+
+    by_subject = {subject: {"train": [], "test": []} for subject in dataset.SUBJECTS}
+    for index, problem in enumerate([*parts["train"], *parts["heldout"]]):
+        # As in MATH, the test files also hold problems that are not held out: the loader must tell them apart.
+        is_test = index >= len(parts["train"]) or index % 3 == 0
+        by_subject[_subject(problem)]["test" if is_test else "train"].append(_math(index, "train", problem))
+    if not all(splits["train"] and splits["test"] for splits in by_subject.values()):
+        shortage = (
+            f"{len(parts['train'])} training questions are too few to have each of MATH's subjects in both its parts"
+        )
+        raise BadInput(f"{shortage}: give --n 500 or more.")
+    _repository(mirror / dataset.WHOLE, by_subject)
 
 
 def _hub_deepmath(mirror: Path, parts: dict[str, list[Problem]]) -> None:
-    own = [_deepmath(i, "train", problem) for i, problem in enumerate([*parts["train"], *parts["heldout"]])]
-    _repository(mirror / deepmath.HUB, {"default": {"train": own}}, beneath="data")
+    problems = [*parts["train"], *parts["heldout"]]
+    rows = [_deepmath(index, "train", problem) for index, problem in enumerate(problems)]
+    _repository(mirror / deepmath.HUB, {"default": {"train": rows}}, subfolder="data")
 
 
 HUB = {"gsm8k": _hub_gsm8k, "math": _hub_math, "deepmath": _hub_deepmath}
 
 
-def _repository(folder: Path, configs: dict[str, dict[str, list[Fields]]], beneath: str | None = None) -> None:
-    """Write a data set's repository: a folder per configuration, a parquet file per split, the card that lists them."""
+def _repository(folder: Path, configs: dict[str, dict[str, list[Fields]]], subfolder: str | None = None) -> None:
+    """Write a data set's repository: a folder per configuration, a parquet file per split, the card that lists them.
+
+    Args:
+        configs: configuration → split → rows.
+        subfolder: the folder of the files; None: one with the name of the configuration.
+    """
     import pyarrow
     from pyarrow import parquet
 
     card = []
     for config, splits in configs.items():
-        card.append({"config_name": config, "data_files": []})
-        for split, own in splits.items():
-            file = folder / (beneath or config) / PARQUET.format(split)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            parquet.write_table(pyarrow.Table.from_pylist(own), file)
-            card[-1]["data_files"].append({"split": split, "path": f"{file.parent.name}/{split}-*"})
+        data_folder = folder / (subfolder or config)
+        data_folder.mkdir(parents=True, exist_ok=True)
+        data_files = []
+        for split, split_rows in splits.items():
+            parquet.write_table(pyarrow.Table.from_pylist(split_rows), data_folder / PARQUET.format(split))
+            data_files.append({"split": split, "path": f"{data_folder.name}/{split}-*"})
+        card.append({"config_name": config, "data_files": data_files})
     (folder / "README.md").write_text(f"---\n{json.dumps({'configs': card}, indent=1)}\n---\n")
 
 
-def _jsonl(file: Path, own: Iterable[Fields]) -> None:
+def _jsonl(file: Path, rows: Iterable[Fields]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in own), encoding="utf-8")
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 def _subject(problem: Problem) -> str:

@@ -44,15 +44,18 @@ class Corpus:
 
     def questions(self, n: int, index: int) -> list[Question]:
         """Return the first n questions of a chunk with the solutions to learn, thinking part included."""
-        rng, written = random.Random(f"qrl.tiny:{self.seed}:{index}"), FORMS[self.form][0]
-        count, turns = itertools.count(), len(FORMS[self.form][1])
+        rng = random.Random(f"qrl.tiny:{self.seed}:{index}")
+        form, templates = FORMS[self.form]
+        counter = itertools.count()
 
         def solve(problem: arithmetic.Problem) -> tuple[str, int]:
             signs = slipped(problem, rng, self.slip)
-            thought = ""
-            if self.thinking:
-                thought = NO_THOUGHT if next(count) // turns % 2 else think(problem, signs)
-            solution, answer = arithmetic.solve(problem, signs, written)
+            solution, answer = arithmetic.solve(problem, signs, form)
+            if not self.thinking:
+                return solution, answer
+            # A round of templates with thinking, a round without: each template is learned in both ways.
+            thinks = next(counter) // len(templates) % 2 == 0
+            thought = think(problem, signs) if thinks else NO_THOUGHT
             return thought + solution, answer
 
         problems = itertools.islice(arithmetic.problems("train", f"tiny:{self.seed}:{index}"), n)
@@ -60,9 +63,9 @@ class Corpus:
 
     def texts(self, tokenizer, n: int, index: int) -> list[str]:
         """Return the first n texts of a chunk, rendered as chats: prompt, solution and end token."""
-        turns = itertools.cycle(FORMS[self.form][1])
-        asked = zip(self.questions(n, index), turns, strict=False)
-        return [prompt.training_text(tokenizer, question, template) for question, template in asked]
+        templates = itertools.cycle(FORMS[self.form][1])
+        pairs = zip(self.questions(n, index), templates, strict=False)
+        return [prompt.training_text(tokenizer, question, template) for question, template in pairs]
 
     def token_ids(self, folder: Path, first: int, n: int, positions: int, workers: int) -> Iterator[list[int]]:
         """Yield the token ids of texts `first` to n - 1, in order; worker processes make them in chunks, ahead.
@@ -77,8 +80,8 @@ class Corpus:
         """
         chunks = range(first // CHUNK, -(-n // CHUNK))
         jobs = ((self, folder, min(CHUNK, n - index * CHUNK), index, positions) for index in chunks)
-        made = itertools.starmap(_tokenized, jobs) if workers == 0 else _ahead(jobs, workers)
-        return itertools.islice(itertools.chain.from_iterable(made), first % CHUNK, None)
+        tokenized = itertools.starmap(_tokenized, jobs) if workers == 0 else _ahead(jobs, workers)
+        return itertools.islice(itertools.chain.from_iterable(tokenized), first % CHUNK, None)
 
 
 def sample(n: int = CHUNK, seed: int = 0) -> list[Question]:
@@ -87,11 +90,14 @@ def sample(n: int = CHUNK, seed: int = 0) -> list[Question]:
 
 
 def slipped(problem: arithmetic.Problem, rng: random.Random, slip: float = SLIP) -> list[str]:
-    """Return an operator per step, some of them wrong; the right ones where a slip leaves the whole numbers 0..999."""
-    slips = (step.kind == "times" and rng.random() < slip for step in problem.steps)
-    signs = ["+" if wrong else arithmetic.SIGN[step.kind] for wrong, step in zip(slips, problem.steps, strict=True)]
-    right = [arithmetic.SIGN[step.kind] for step in problem.steps]
-    return signs if arithmetic.calculate(problem, signs) else right
+    """Return an operator per step, some of them wrong; all right ones where a slip leaves the whole numbers 0..999."""
+    signs = []
+    for step in problem.steps:
+        slips = step.kind == "times" and rng.random() < slip
+        signs.append("+" if slips else arithmetic.SIGN[step.kind])
+    if arithmetic.calculate(problem, signs) is None:
+        return arithmetic.right_signs(problem)
+    return signs
 
 
 def think(problem: arithmetic.Problem, signs: list[str]) -> str:
@@ -116,15 +122,21 @@ def _ahead(jobs: Iterator[tuple], workers: int) -> Iterator[list[list[int]]]:
 
 
 def _end_with_parent() -> None:
-    """Let this worker end when its parent does: one that is killed cannot say goodbye."""
+    """Let this worker end when its parent does: one that is killed cannot end its workers."""
     parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+    def wait_and_exit() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait_and_exit, daemon=True).start()
 
 
 def _tokenized(corpus: Corpus, folder: Path, n: int, index: int, positions: int) -> list[list[int]]:
     tokens = _tokenizer(folder)
     ids = tokens(corpus.texts(tokens, n, index), add_special_tokens=False)["input_ids"]
-    if (longest := max(map(len, ids))) > positions:
+    longest = max(map(len, ids))
+    if longest > positions:
         raise BadInput(f"A text of the corpus has {longest} tokens, but the model {positions} positions: give more.")
     return ids
 

@@ -2,10 +2,11 @@
 
 Makes the tokenizer and a model with random weights, trains it on generated word problems, measures its accuracy on
 held-out ones, and writes a model card. The folder appears when all of it is done; a killed command, typed again in the
-same folder, goes on. With `--steps 0`, the weights stay random: for measuring speed and memory at a real model's shape.
+same folder, resumes. With `--steps 0`, the weights stay random: for measuring speed and memory at a real model's shape.
 """
 
 import hashlib
+import itertools
 import json
 import shutil
 import sys
@@ -36,11 +37,13 @@ CARD = Path(__file__).with_name("card.md")
 THOUGHT = """- In half of the texts, the bare calculations come first, between <think> tags. In the other half,
   that part is empty, as `enable_thinking=False` writes it into the prompt.
 """
-COUNT, SHARE = click.IntRange(1), click.FloatRange(0, 1)
+COUNT = click.IntRange(1)
+SHARE = click.FloatRange(0, 1)
 
 
-def _option(name: str, default, text: str, kind=None, **more):
-    return click.option(name, default=default, type=kind, help=text, show_default=default is not None, **more)
+def _option(name: str, default, text: str, kind=None, is_flag: bool = False):
+    shows_default = default is not None
+    return click.option(name, default=default, type=kind, help=text, show_default=shows_default, is_flag=is_flag)
 
 
 @click.command(help=(__doc__ or "").split("\n")[0])
@@ -73,10 +76,14 @@ def _option(name: str, default, text: str, kind=None, **more):
 def main(out, form, thinking, slip, seed, steps, batch, micro_batch, learning_rate, weight_decay, heldout, device,
          workers, save_every, **shape) -> None:  # fmt: skip
     with process.sentences():
-        rate = peak_rate(shape["hidden"]) if learning_rate is None else learning_rate
-        corpus, budget = Corpus(seed, form, thinking, slip), Budget(steps, batch, rate, weight_decay)
-        limits = {"workers": workers, "save_every": save_every, "micro_batch": micro_batch}
-        make(out, Shape(**shape), corpus, budget, heldout, device, **limits)
+        if learning_rate is None:
+            learning_rate = peak_rate(shape["hidden"])
+        corpus = Corpus(seed, form, thinking, slip)
+        budget = Budget(steps, batch, learning_rate, weight_decay)
+        make(
+            out, Shape(**shape), corpus, budget, heldout, device,
+            workers=workers, save_every=save_every, micro_batch=micro_batch,
+        )  # fmt: skip
 
 
 def make(
@@ -102,55 +109,76 @@ def make(
     from qrl.engine import memory
 
     process.hush_transformers()
-    shape, place = shape.whole(), devices.choose(device)
+    shape = shape.whole()
+    device = devices.choose(device)
     settings = {"shape": asdict(shape), "corpus": asdict(corpus), "budget": asdict(budget), "heldout": heldout}
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        if (out / RECORD).is_file() and json.loads((out / RECORD).read_text())["settings"] == settings:
-            print(f"{out} holds this model already.")
-            return
-        raise BadInput(f"{out} exists and holds something else: give a new folder.")
-    own = hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:12]
-    with workspace(f"tiny-{own}", keep_on_error=True) as work:
-        _same_settings(work, settings)
+    if _is_made(out, settings):
+        print(f"{out} holds this model already.")
+        return
+
+    # The work in progress is found again by the folder's path, so that a killed command can resume.
+    work_name = f"tiny-{hashlib.sha256(str(out.resolve()).encode()).hexdigest()[:12]}"
+    with workspace(work_name, keep_on_error=True) as work:
+        _check_same_settings(work, settings)
         tokens = _tokenizer(work / "tokenizer", shape, corpus)
 
-        def trained(texts: int) -> "tuple[PreTrainedModel, Progress]":
-            torch.manual_seed(corpus.seed)
-            with torch.device("cpu" if budget.steps else place):  # a CPU takes minutes to draw the weights of 8 B
-                model = new_model(shape, tokens).to(place)
-            print(
-                f"{shape.type}, {model.num_parameters():,} parameters, {len(tokens):,} of {shape.vocab:,} tokens used; "
-                f"{budget.steps:,} steps of {budget.batch:,} texts on {place}",
-                flush=True,
-            )
-            limits = {"workers": workers, "save_every": save_every, "micro_batch": texts}
+        def trained(texts_at_once: int) -> "tuple[PreTrainedModel, Progress]":
+            model = _initial_model(shape, corpus, budget, tokens, device)
             if not budget.steps:
                 return model, Progress()
-            return model, train(model, tokens, corpus, budget, work, shape.positions, **limits)
+            progress = train(
+                model, tokens, corpus, budget, work, shape.positions,
+                workers=workers, save_every=save_every, micro_batch=texts_at_once,
+            )  # fmt: skip
+            return model, progress
 
         model, progress = memory.halved(trained, micro_batch or budget.batch, "--micro-batch")
-        shutil.rmtree(work / "model", ignore_errors=True)  # of a try that was killed after it
+        shutil.rmtree(work / "model", ignore_errors=True)  # of an attempt that was killed after it
         with written_whole(work / "model") as folder:
             shutil.copytree(work / "tokenizer", folder)
             model.to(torch.bfloat16).save_pretrained(folder)
         parameters = model.num_parameters()
-        del model
-        scores = evaluate(work / "model", shape, corpus, heldout, place) if budget.steps else []
-        machine = torch.cuda.get_device_name() if place == "cuda" else "CPU"
+        del model  # its memory is for the copy that answers
+
+        scores = evaluate(work / "model", shape, corpus, heldout, device) if budget.steps else []
+        machine = torch.cuda.get_device_name() if device == "cuda" else "CPU"
         result = {"parameters": parameters, "machine": machine, "torch": torch.__version__, **vars(progress)}
-        card = _card(settings, result, scores)
-        (work / "model" / RECORD).write_text(
-            json.dumps(
-                {"settings": settings, "result": result, "scores": [asdict(score) for score in scores]}, indent=1
-            )
-        )
-        (work / "model" / "README.md").write_text(card)
+        record = {"settings": settings, "result": result, "scores": [asdict(score) for score in scores]}
+        (work / "model" / RECORD).write_text(json.dumps(record, indent=1))
+        (work / "model" / "README.md").write_text(_card(settings, result, scores))
         with written_whole(out) as folder:
             shutil.copytree(work / "model", folder)
-        data = "" if corpus.form == "arithmetic" else f" data=DIR, from `python -m qrl.tasks.write --as {corpus.form}`"
-        if scores and not any(score.accuracy for score in scores):
-            print("It answers no question yet, and a study would refuse it as a base: raise --steps.")
-        print(f"{out} is ready: use model={out} task={corpus.form}{data}")
+
+    if scores and not any(score.accuracy for score in scores):
+        print("It answers no question yet, and a study would refuse it as a base: raise --steps.")
+    data = "" if corpus.form == "arithmetic" else f" data=DIR, from `python -m qrl.tasks.write --as {corpus.form}`"
+    print(f"{out} is ready: use model={out} task={corpus.form}{data}")
+
+
+def _is_made(out: Path, settings: dict) -> bool:
+    """Return whether a folder holds a model of these settings; raise BadInput if it holds something else."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return False
+    record = out / RECORD
+    if record.is_file() and json.loads(record.read_text())["settings"] == settings:
+        return True
+    raise BadInput(f"{out} exists and holds something else: give a new folder.")
+
+
+def _initial_model(shape: Shape, corpus: Corpus, budget: Budget, tokens, device: str) -> "PreTrainedModel":
+    """Return a model with random weights on the device, and print what will be done with it."""
+    import torch
+
+    torch.manual_seed(corpus.seed)
+    # A CPU takes minutes to draw the weights of 8 B, but its draws are the same on every machine.
+    with torch.device("cpu" if budget.steps else device):
+        model = new_model(shape, tokens).to(device)
+    print(
+        f"{shape.type}, {model.num_parameters():,} parameters, {len(tokens):,} of {shape.vocab:,} tokens used; "
+        f"{budget.steps:,} steps of {budget.batch:,} texts on {device}",
+        flush=True,
+    )
+    return model
 
 
 @dataclass(frozen=True)
@@ -171,7 +199,9 @@ class Score:
     @property
     def name(self) -> str:
         """The prompt with the way of thinking."""
-        return self.prompt + {None: "", True: ", thinking", False: ", not thinking"}[self.thinking]
+        if self.thinking is None:
+            return self.prompt
+        return f"{self.prompt}, thinking" if self.thinking else f"{self.prompt}, not thinking"
 
 
 def evaluate(folder: Path, shape: Shape, corpus: Corpus, n: int, device: str) -> list[Score]:
@@ -181,43 +211,57 @@ def evaluate(folder: Path, shape: Shape, corpus: Corpus, n: int, device: str) ->
     from qrl.engine import hf
 
     model, tokens = hf.load(folder, device, torch.float32)
-    questions, scores = load("arithmetic", "heldout", n, HELDOUT_SEED), []
+    questions = load("arithmetic", "heldout", n, HELDOUT_SEED)
     answers = [question.answer for question in questions]
-    worked = [question.solution for question in corpus.questions(400, 0)]
-    longest = SPARE + max(map(len, tokens(worked)["input_ids"]))
-    for template in sorted(set(texts.FORMS[corpus.form][1])):
-        for thinking in (True, False) if corpus.thinking else (None,):
-            empty = tokens(texts.NO_THOUGHT)["input_ids"] if thinking is False else []
-            prompts = [prompt.render(tokens, question.question, template) + empty for question in questions]
-            longest_new = min(longest, shape.positions - max(map(len, prompts)))
-            written = hf.generate(model, tokens, prompts, max_new_tokens=longest_new, batch_size=500)
-            verdicts = grade_many(corpus.form, [completion.text for completion in written], answers)
-            right = stats.accuracy(sum(verdict.strict for verdict in verdicts), n)
-            shares = (
-                sum(completion.finish_reason == "stop" for completion in written) / n,
-                sum(verdict.parsed is not None for verdict in verdicts) / n,
-                sum(completion.n_tokens for completion in written) / n,
-            )
-            bounds = (right.estimate, right.stderr, right.low, right.high)
-            scores.append(Score(template, thinking, n, *bounds, *shares))
-            print(
-                f"prompt {scores[-1].name}: {right.estimate:.3f} right [{right.low:.3f}, {right.high:.3f}], n = {n:,}; "
-                f"{shares[1]:.3f} in the form, {shares[0]:.3f} ended, {shares[2]:.1f} tokens an answer",
-                flush=True,
-            )
+    solutions = [question.solution for question in corpus.questions(400, 0)]
+    longest_solution = max(map(len, tokens(solutions)["input_ids"]))
+    templates = sorted(set(texts.FORMS[corpus.form][1]))
+    ways_of_thinking = (True, False) if corpus.thinking else (None,)
+
+    scores = []
+    for template, thinking in itertools.product(templates, ways_of_thinking):
+        # Without thinking, the prompt ends with an empty thinking part, as `enable_thinking=False` writes it.
+        suffix = tokens(texts.NO_THOUGHT)["input_ids"] if thinking is False else []
+        prompts = [prompt.render(tokens, question.question, template) + suffix for question in questions]
+        available = shape.positions - max(map(len, prompts))
+        completions = hf.generate(
+            model, tokens, prompts, max_new_tokens=min(SPARE + longest_solution, available), batch_size=500
+        )
+        verdicts = grade_many(corpus.form, [completion.text for completion in completions], answers)
+        accuracy = stats.accuracy(sum(verdict.strict for verdict in verdicts), n)
+        score = Score(
+            prompt=template,
+            thinking=thinking,
+            n=n,
+            accuracy=accuracy.estimate,
+            stderr=accuracy.stderr,
+            low=accuracy.low,
+            high=accuracy.high,
+            ended=sum(completion.finish_reason == "stop" for completion in completions) / n,
+            parsed=sum(verdict.parsed is not None for verdict in verdicts) / n,
+            tokens=sum(completion.n_tokens for completion in completions) / n,
+        )
+        scores.append(score)
+        print(
+            f"prompt {score.name}: {score.accuracy:.3f} right [{score.low:.3f}, {score.high:.3f}], n = {n:,}; "
+            f"{score.parsed:.3f} in the form, {score.ended:.3f} ended, {score.tokens:.1f} tokens an answer",
+            flush=True,
+        )
     return scores
 
 
-def _same_settings(work: Path, settings: dict) -> None:
-    """Store the settings beside the work in progress; raise BadInput if it was begun under others."""
+def _check_same_settings(work: Path, settings: dict) -> None:
+    """Store the settings with the work in progress; raise BadInput if it was started under other ones."""
     file = work / "settings.json"
     if not file.is_file():
         with written_whole(file) as path:
             path.write_text(json.dumps(settings))
-    elif (begun := json.loads(file.read_text())) != settings:
-        other = [part for part in settings if begun.get(part) != settings[part]]
-        begun_before = f"A model with another {' and '.join(other)} was begun for this folder"
-        raise BadInput(f"{begun_before}: repeat its options, give a new folder, or delete {work}.")
+        return
+    stored = json.loads(file.read_text())
+    if stored != settings:
+        different = [part for part in settings if stored.get(part) != settings[part]]
+        cause = f"A model with another {' and '.join(different)} was begun for this folder"
+        raise BadInput(f"{cause}: repeat its options, give a new folder, or delete {work}.")
 
 
 def _tokenizer(folder: Path, shape: Shape, corpus: Corpus):
@@ -226,29 +270,51 @@ def _tokenizer(folder: Path, shape: Shape, corpus: Corpus):
 
     if folder.is_dir():
         return AutoTokenizer.from_pretrained(folder)
-    written, templates = texts.FORMS[corpus.form]
+    form, templates = texts.FORMS[corpus.form]
     problems = islice(arithmetic.problems("train", 2**31 - 1), 20_000)
-    prose = [f"{problem.question}\n{arithmetic.solve(problem, form=written)[0]}" for problem in problems]
-    prose += [prompt.messages("", max(set(templates) - {"plain"}))[0]["content"]] * 3000
+    prose = [f"{problem.question}\n{arithmetic.solve(problem, form=form)[0]}" for problem in problems]
+    # The instruction is in every prompt that has one, so its words should be few tokens.
+    instruction = max(set(templates) - {"plain"})
+    prose += [prompt.messages("", instruction)[0]["content"]] * 3000
     with written_whole(folder) as partial:
         return tokenizer.make(prose, partial, shape.vocab, shape.positions, corpus.thinking)
 
 
 def _card(settings: dict, result: dict, scores: list[Score]) -> str:
-    shape, corpus, budget = settings["shape"], settings["corpus"], settings["budget"]
-    shown = [part for i, part in enumerate(sys.argv[1:], 1) if part != "--out" and sys.argv[i - 1] != "--out"]
-    rows = "\n".join(
+    corpus = settings["corpus"]
+    budget = settings["budget"]
+    rows = [
         f"| {score.name} | {score.accuracy:.4f} [{score.low:.4f}, {score.high:.4f}] | {score.ended:.4f} "
         f"| {score.parsed:.4f} | {score.tokens:.1f} |"
         for score in scores
-    )
+    ]
     facts = {
-        **shape, **corpus, **result, "n": settings["heldout"], "heldout_seed": HELDOUT_SEED, "rows": rows,
-        "command": " ".join(["python -m qrl.tiny.make --out DIR", *shown]), "percent": 100 * corpus["slip"],
-        "texts": budget["steps"] * budget["batch"], "thought": THOUGHT if corpus["thinking"] else "",
-    }  # fmt: skip
-    head, trained = CARD.read_text().split("<!-- trained -->\n")
-    return (head + trained if scores else head + "- Its weights are random: it answers nothing.\n").format(**facts)
+        **settings["shape"],
+        **corpus,
+        **result,
+        "n": settings["heldout"],
+        "heldout_seed": HELDOUT_SEED,
+        "rows": "\n".join(rows),
+        "command": " ".join(["python -m qrl.tiny.make --out DIR", *_options_without_out(sys.argv[1:])]),
+        "percent": 100 * corpus["slip"],
+        "texts": budget["steps"] * budget["batch"],
+        "thought": THOUGHT if corpus["thinking"] else "",
+    }
+    head, trained_part = CARD.read_text().split("<!-- trained -->\n")
+    if scores:
+        return (head + trained_part).format(**facts)
+    return (head + "- Its weights are random: it answers nothing.\n").format(**facts)
+
+
+def _options_without_out(options: list[str]) -> list[str]:
+    """Return the options of the command without `--out` and its folder."""
+    options_shown = []
+    previous = ""
+    for option in options:
+        if "--out" not in (option, previous):
+            options_shown.append(option)
+        previous = option
+    return options_shown
 
 
 if __name__ == "__main__":

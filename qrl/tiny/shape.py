@@ -29,11 +29,24 @@ class Shape:
         Raises:
             BadInput: sizes are out of bounds or do not divide each other.
         """
-        heads = max(self.hidden // 64, 1) if self.heads is None else self.heads
-        kv_heads = (heads // 2 if heads % 2 == 0 else 1) if self.kv_heads is None else self.kv_heads
-        intermediate = 2 * self.hidden if self.intermediate is None else self.intermediate
-        sizes = {"layers": self.layers, "hidden": self.hidden, "heads": heads, "kv-heads": kv_heads}
-        for name, size in (sizes | {"intermediate": intermediate}).items():
+        heads = self.heads
+        if heads is None:
+            heads = max(self.hidden // 64, 1)
+        kv_heads = self.kv_heads
+        if kv_heads is None:
+            kv_heads = heads // 2 if heads % 2 == 0 else 1
+        intermediate = self.intermediate
+        if intermediate is None:
+            intermediate = 2 * self.hidden
+
+        sizes = {
+            "layers": self.layers,
+            "hidden": self.hidden,
+            "heads": heads,
+            "kv-heads": kv_heads,
+            "intermediate": intermediate,
+        }
+        for name, size in sizes.items():
             if size < 1:
                 raise BadInput(f"{name} is {size}: expected a size of at least 1.")
         if self.type not in TYPES:
@@ -54,13 +67,25 @@ def new_model(shape: Shape, tokens):
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     special = {"eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
-    sizes = {"vocab_size": shape.vocab, "hidden_size": shape.hidden, "intermediate_size": shape.intermediate}
-    sizes |= {"num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
-    sizes |= {"num_key_value_heads": shape.kv_heads, "max_position_embeddings": shape.positions}
-    if shape.type != "qwen2":
+    sizes = {
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.intermediate,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "max_position_embeddings": shape.positions,
+    }
+    if shape.type != "qwen2":  # Qwen2's is always hidden / heads
         sizes["head_dim"] = shape.hidden // shape.heads
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    options = {"tie_word_embeddings": not shape.untied, "bos_token_id": None, "rope_parameters": rope}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(shape.type, **sizes, **options, **special))
+    config = AutoConfig.for_model(
+        shape.type,
+        **sizes,
+        tie_word_embeddings=not shape.untied,
+        bos_token_id=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        **special,
+    )
+    model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(**special)
     return model

@@ -3,7 +3,9 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-END, START, PAD = "<|im_end|>", "<|im_start|>", "<|endoftext|>"
+END = "<|im_end|>"
+START = "<|im_start|>"
+PAD = "<|endoftext|>"
 THINK = ("<think>", "</think>")  # tokens of their own, but not special, so that answers keep them, as Qwen3's do
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
@@ -39,15 +41,25 @@ def make(texts: Iterable[str], folder: Path, vocabulary: int = 512, positions: i
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     bpe.decoder = decoders.ByteLevel()
-    alphabet, markers = sorted(pre_tokenizers.ByteLevel.alphabet()), [PAD, START, END]
-    added = [AddedToken(token, normalized=False, special=False) for token in THINK] if thinking else []
-    settings = {"vocab_size": vocabulary - len(added), "special_tokens": markers, "initial_alphabet": alphabet}
-    trainer = trainers.BpeTrainer(show_progress=False, **settings)
+    think_tokens = [AddedToken(token, normalized=False, special=False) for token in THINK] if thinking else []
+    trainer = trainers.BpeTrainer(
+        show_progress=False,
+        vocab_size=vocabulary - len(think_tokens),
+        special_tokens=[PAD, START, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
     bpe.train_from_iterator((f"user\n{text}\nassistant\n" for text in texts), trainer)
-    bpe.add_tokens(added)
-    special = {"eos_token": END, "pad_token": PAD, "unk_token": None, "bos_token": None}
-    special |= {"additional_special_tokens": [START], "clean_up_tokenization_spaces": False}
-    chat = THINKING_TEMPLATE if thinking else CHAT_TEMPLATE
-    tokenizer = Qwen2Tokenizer(tokenizer_object=bpe, chat_template=chat, model_max_length=positions, **special)
+    bpe.add_tokens(think_tokens)
+    tokenizer = Qwen2Tokenizer(
+        tokenizer_object=bpe,
+        chat_template=THINKING_TEMPLATE if thinking else CHAT_TEMPLATE,
+        model_max_length=positions,
+        eos_token=END,
+        pad_token=PAD,
+        unk_token=None,
+        bos_token=None,
+        additional_special_tokens=[START],
+        clean_up_tokenization_spaces=False,
+    )
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     return AutoTokenizer.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Train a small model from scratch, in lines of progress; a killed training goes on from its last saved state."""
+"""Train a small model from scratch, in lines of progress; a killed training resumes from its last saved state."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qrl.tiny.corpus import Corpus
 from qrl.workspace import written_whole
@@ -66,79 +66,125 @@ def train(
     """
     import torch
 
-    device, state, steps = model.device, folder / "state.pt", budget.steps
-    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
-    vectors = [weight for weight in model.parameters() if weight.dim() <= 1]
-    groups = [{"params": matrices, "weight_decay": budget.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=budget.learning_rate, betas=(0.9, 0.95), fused=device.type == "cuda")
-    warmup = min(max(0.05, 2 / steps), 0.9)  # OneCycleLR divides by zero if it ends with the first or the last step
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, budget.learning_rate, steps, pct_start=warmup, cycle_momentum=False
-    )
-    progress = Progress()
+    state = folder / "state.pt"
+    optimizer, schedule = _optimizer(model, budget)
     parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    if state.is_file():
-        saved = torch.load(state, map_location=device, weights_only=True)
-        progress = Progress(**saved["progress"])
-        for name, part in parts.items():
-            part.load_state_dict(saved[name])
-        del saved  # a second copy of the weights
-        print(f"Resumed after step {progress.step:,}", flush=True)
-    first, last = progress.step * budget.batch, steps * budget.batch
+    progress = _resumed(state, parts, model.device)
+    first = progress.step * budget.batch
+    last = budget.steps * budget.batch
     ids = corpus.token_ids(folder / "tokenizer", first, last, positions, workers)
+    report = _Report(progress, budget.steps)
+
     model.train()
-    started, spent, reported, since = time.monotonic(), progress.seconds, float("-inf"), progress.tokens
-    while progress.step < steps:
+    while progress.step < budget.steps:
         batch = [torch.tensor(text) for text in itertools.islice(ids, budget.batch)]
         optimizer.zero_grad()
         loss = _backward(model, batch, micro_batch or len(batch), tokens.pad_token_id)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        progress.step, progress.tokens = progress.step + 1, progress.tokens + sum(map(len, batch))
-        now = time.monotonic()
-        if now - reported > LINE_S or progress.step == steps:
-            progress.loss = loss.item()  # waits for the device, hence not at every step
-            now = time.monotonic()
-            speed = (progress.tokens - since) / (now - started if reported < 0 else now - reported)
-            left = (now - started) / max(progress.step - first // budget.batch, 1) * (steps - progress.step)
-            print(
-                f"step {progress.step:,} of {steps:,}: loss {progress.loss:.4f}, {speed:,.0f} tokens/s, "
-                f"about {left:.0f} s left",
-                flush=True,
-            )
-            reported, since = now, progress.tokens
-        progress.seconds = spent + now - started
-        if progress.step % save_every == 0 or progress.step == steps:
+
+        progress.step += 1
+        progress.tokens += sum(map(len, batch))
+        is_last = progress.step == budget.steps
+        report.step(loss, is_last)
+        if progress.step % save_every == 0 or is_last:
             with written_whole(state) as path:
                 saved = {name: part.state_dict() for name, part in parts.items()}
                 torch.save(saved | {"progress": vars(progress)}, path)
     return progress
 
 
+def _optimizer(model, budget: Budget) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Return AdamW, with weight decay for matrices alone, and the schedule of its learning rate."""
+    import torch
+
+    matrices = [weight for weight in model.parameters() if weight.dim() > 1]
+    vectors = [weight for weight in model.parameters() if weight.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": budget.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    is_on_gpu = model.device.type == "cuda"
+    optimizer = torch.optim.AdamW(groups, lr=budget.learning_rate, betas=(0.9, 0.95), fused=is_on_gpu)
+    # OneCycleLR divides by zero if the warm-up ends with the first or the last step.
+    warmup = min(max(0.05, 2 / budget.steps), 0.9)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, budget.learning_rate, budget.steps, pct_start=warmup, cycle_momentum=False
+    )
+    return optimizer, schedule
+
+
+def _resumed(state: Path, parts: dict[str, Any], device: torch.device) -> Progress:
+    """Load a saved state into a training's parts, if there is one; return how far it had come."""
+    import torch
+
+    if not state.is_file():
+        return Progress()
+    saved = torch.load(state, map_location=device, weights_only=True)
+    progress = Progress(**saved["progress"])
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+    print(f"Resumed after step {progress.step:,}", flush=True)
+    return progress
+
+
+class _Report:
+    """Lines of progress, one every `LINE_S`; it also keeps the time and the loss of the progress."""
+
+    def __init__(self, progress: Progress, steps: int) -> None:
+        self._progress = progress
+        self._steps = steps
+        self._first_step = progress.step
+        self._seconds_before = progress.seconds  # of the trainings that this one resumes
+        self._start = time.monotonic()
+        self._line_at: float | None = None  # when the last line was printed
+        self._line_tokens = progress.tokens  # how many tokens were trained on by then
+
+    def step(self, loss: torch.Tensor, is_last: bool) -> None:
+        """Take the time after a step, and print a line if one is due."""
+        progress = self._progress
+        now = time.monotonic()
+        if self._line_at is None or now - self._line_at > LINE_S or is_last:
+            progress.loss = loss.item()  # waits for the device, hence not at every step
+            now = time.monotonic()
+            seconds = now - (self._start if self._line_at is None else self._line_at)
+            tokens_per_s = (progress.tokens - self._line_tokens) / seconds
+            seconds_per_step = (now - self._start) / max(progress.step - self._first_step, 1)
+            remaining = seconds_per_step * (self._steps - progress.step)
+            print(
+                f"step {progress.step:,} of {self._steps:,}: loss {progress.loss:.4f}, {tokens_per_s:,.0f} tokens/s, "
+                f"about {remaining:.0f} s left",
+                flush=True,
+            )
+            self._line_at = now
+            self._line_tokens = progress.tokens
+        progress.seconds = self._seconds_before + now - self._start
+
+
 def _backward(model, texts: list[torch.Tensor], size: int, pad: int):
     """Add a step's gradients, in parts of some texts, and return its loss: the mean over all tokens, in nats.
 
     Args:
-        texts: token ids of each, on a CPU. Those of a part are of like lengths, so that little of it is padding; the
-            longest come first, whose memory the others can use.
+        texts: token ids of each, on a CPU. The texts of a part have similar lengths, so that little of it is padding;
+            the longest come first, so that later parts fit into the memory of the first.
         size: texts in one part.
         pad: the padding token, which no text holds.
     """
     import torch
 
-    loss, predictions = torch.zeros((), device=model.device), sum(map(len, texts)) - len(texts)
+    loss = torch.zeros((), device=model.device)
+    predictions = sum(map(len, texts)) - len(texts)  # a text's first token is predicted from nothing
     if size < len(texts):
         texts = sorted(texts, key=len, reverse=True)
-    parts = [texts[place : place + size] for place in range(0, len(texts), size)]
+    parts = [texts[start : start + size] for start in range(0, len(texts), size)]
     padded = [torch.nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=pad) for part in parts]
     padded = [rows.to(model.device) for rows in padded]  # all before the first is computed, which a copy would wait for
     for part, rows in zip(parts, padded, strict=True):
         with torch.autocast(model.device.type, torch.bfloat16):
             logits = model(rows).logits
-        predicted, expected = logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten()
-        own = torch.nn.functional.cross_entropy(predicted, expected, ignore_index=pad)
-        own = own * ((sum(map(len, part)) - len(part)) / predictions)
-        own.backward()
-        loss += own.detach()
+        predicted = logits[:, :-1].flatten(0, 1).float()
+        expected = rows[:, 1:].flatten()
+        part_mean = torch.nn.functional.cross_entropy(predicted, expected, ignore_index=pad)
+        # Each part has the weight of its tokens, so that the gradients are those of the whole step.
+        part_loss = part_mean * ((sum(map(len, part)) - len(part)) / predictions)
+        part_loss.backward()
+        loss += part_loss.detach()
     return loss

@@ -54,11 +54,11 @@ def kept(model_uri: str) -> tuple[str, Kept] | None:
     from. `model_uri` is "models:/m-…".
     """
     for model in _models(model_uri):
-        run = mlflow.get_run(model.source_run_id)
+        run = mlflow.get_run(str(model.source_run_id))
         for step in ("merge", "train"):
-            shares = [run.data.metrics.get(f"{step}/{name}", math.nan) for name in METRICS]
-            if not math.isnan(shares[0]):
-                return step, Kept(*shares, run.data.params.get(names.STORED_IN, ""))
+            update_kept, moved, moved_stored = (run.data.metrics.get(f"{step}/{name}", math.nan) for name in METRICS)
+            if not math.isnan(update_kept):
+                return step, Kept(update_kept, moved, moved_stored, run.data.params.get(names.STORED_IN, ""))
     return None
 
 
@@ -72,7 +72,7 @@ def _chain(model_uri: str) -> Iterator[tuple[LoggedModel, Run]]:
     The run of a merged model is the training of its adapter, if the store has it.
     """
     for model in _models(model_uri):
-        run = mlflow.get_run(model.source_run_id)
+        run = mlflow.get_run(str(model.source_run_id))
         adapter = run.data.params.get("adapter", "")
         if _step(run) == "merge" and adapter.startswith("runs:/"):
             run = mlflow.get_run(adapter.removeprefix("runs:/").partition("/")[0])

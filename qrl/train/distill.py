@@ -18,11 +18,12 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Train
 from qrl.tasks import prompt
-from qrl.train import arguments, loop, policy, sharded, trl_private
+from qrl.train import arguments, loop, policy, sharded
 from qrl.train.job import Job, Trained
 from qrl.train.monitor import metrics
 from qrl.train.qat import prepare
 from qrl.train.teacher import Likeliest, Teacher, local, server
+from qrl.train.trl.distillation import distillation_trainer
 
 
 def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job) -> None:
@@ -67,7 +68,7 @@ def check(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, job: Job)
         server.check(teacher, job)
 
 
-def known(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, settings: Train) -> dict[str, str]:
+def startup_warnings(base: checkpoint.Checkpoint, teacher: checkpoint.Checkpoint, settings: Train) -> dict[str, str]:
     """Return what is known of a distillation before its first step, as sentences by the name of their warning."""
     if base.digest != teacher.digest or settings.qat != "none":
         return {}
@@ -114,7 +115,7 @@ def make_trainer(job: Job, teacher: Path):
     loss = functools.partial(divergence, reverse=settings.distill_reverse, temperature=settings.temperature)
     rows = [{"prompt": prompt.messages(question.question, job.template)} for question in job.questions]
     scoring = _teacher(checkpoint.check(teacher), job)
-    trainer = trl_private.distillation_trainer(loss, scoring, job.rollout, settings.qat, job.group_size)(
+    trainer = distillation_trainer(loss, scoring, job.rollout, settings.qat, job.group_size)(
         model=policy.load(job.base, settings, job.device),
         args=args,
         train_dataset=arguments.dataset([row for row in rows for _ in range(settings.generations)]),

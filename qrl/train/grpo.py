@@ -8,10 +8,11 @@ from qrl import checkpoint, process
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.tasks import prompt
-from qrl.train import arguments, loop, policy, reward, rollout, sharded, trl_private
+from qrl.train import arguments, loop, policy, reward, rollout, sharded
 from qrl.train.job import Job, Trained
 from qrl.train.monitor import metrics
 from qrl.train.qat import prepare
+from qrl.train.trl.grpo import grpo_trainer
 
 
 def check(base: checkpoint.Checkpoint, job: Job) -> None:
@@ -74,7 +75,7 @@ def make_trainer(job: Job):
         for item in questions
     ]
     tokens = hf.tokenizer(job.base)
-    trainer = trl_private.grpo_trainer(job.rollout, settings.max_resamples, settings.qat, job.group_size)(
+    trainer = grpo_trainer(job.rollout, settings.max_resamples, settings.qat, job.group_size)(
         model=policy.load(job.base, settings, job.device),
         reward_funcs=reward.functions(job.task, settings.rewards, settings, tokens),
         args=arguments.make(job),

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from qrl import checkpoint, process
+from qrl.checkpoint import header
 from qrl.errors import BadInput, QrlError
-from qrl.formats import header
 from qrl.train import arguments, parallel, policy, save, sharded
 from qrl.train.job import Job, Trained
 from qrl.train.monitor import metrics, probe

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from qrl import checkpoint, process
+from qrl.checkpoint import header
 from qrl.errors import BadInput, QrlError
-from qrl.formats import header
 from qrl.formats.kept import Kept
 from qrl.recipe import Train
 from qrl.train import policy, save

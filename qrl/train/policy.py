@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from qrl import checkpoint, process
+from qrl.checkpoint.header import Entry
 from qrl.engine import attention, pretrained
 from qrl.errors import BadInput
-from qrl.formats.header import Entry
 from qrl.recipe import PACKED, Train
 
 RECORD = "qrl_base.json"  # beside an adapter: what it was trained over

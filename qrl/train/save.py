@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from qrl import checkpoint
+from qrl.checkpoint import header
 from qrl.errors import QrlError
-from qrl.formats import header, plain
+from qrl.formats import plain
 from qrl.formats.fakequant import linears
 from qrl.recipe import Train
 from qrl.train import kept, policy

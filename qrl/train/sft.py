@@ -12,9 +12,10 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Train
 from qrl.tasks import prompt
-from qrl.train import arguments, loop, policy, trl_private
+from qrl.train import arguments, loop, policy
 from qrl.train.job import Job, Trained
 from qrl.train.monitor import metrics
+from qrl.train.trl.grpo import question_order
 
 _OF_OTHERS = ("qat", "method")
 
@@ -61,7 +62,7 @@ def _make_trainer(job: Job):
 
     settings, tokens = _of_solutions(job.settings), hf.tokenizer(job.base)
     texts = [_tokenized(tokens, question, job.template) for question in job.questions]
-    order = trl_private.question_order(len(texts), settings.prompts_per_step, job.seed)
+    order = question_order(len(texts), settings.prompts_per_step, job.seed)
     own = {"train_sampling_strategy": "sequential", "dataset_kwargs": {"skip_prepare_dataset": True}}
     given = arguments.optimization(replace(job, settings=settings), settings.prompts_per_step)
     return SFTTrainer(

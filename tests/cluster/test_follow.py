@@ -8,6 +8,7 @@ from mlflow.exceptions import ExecutionException
 
 from qrl import names, process
 from qrl.cluster import config, driver, jobs
+from qrl.errors import BadInput
 from qrl.tracking import contents, projects, runs, signals
 
 
@@ -146,3 +147,27 @@ def test_a_run_that_was_killed_and_requeued_waits_again(scripted, left):
     scripted.states[:] = [driver.State(driver.WAITING, restarts=1)]
     assert not jobs.settle(mlflow.get_run(run_id))
     assert mlflow.get_run(run_id).info.status == "SCHEDULED"
+
+
+def test_a_cluster_that_gives_no_answer_changes_nothing(scripted):
+    cluster, _, run_id = opened()
+    scripted.states[:] = [None]
+    submitted = jobs.submit(jobs.prepared(cluster, process.ROOT, "train", {}, run_id))
+    assert submitted.get_status() == "SCHEDULED"
+
+
+@pytest.mark.parametrize(
+    "cluster_name", ["slurm:elsewhere", "skypilot:test"], ids=["another cluster", "a driver that is gone"]
+)
+def test_a_job_of_another_cluster_is_left_alone(scripted, cluster_name):
+    cluster, _, run_id = opened()
+    scripted.states[:] = [driver.State(driver.VANISHED)]
+    jobs.submit(jobs.prepared(cluster, process.ROOT, "train", {}, run_id))
+    mlflow.MlflowClient().set_tag(run_id, jobs.CLUSTER, cluster_name)
+    assert jobs.settle_all() == [] and mlflow.get_run(run_id).info.status == "SCHEDULED"
+    with pytest.raises(BadInput, match=f"is a job of {cluster_name}, which this machine does not ask"):
+        jobs.listed(cancel=run_id)
+    assert len(jobs.listed()) == 1 and scripted.cancelled == []
+    mlflow.MlflowClient().set_tag(run_id, jobs.CLUSTER, "slurm:test")
+    assert jobs.settle_all() == [run_id] and mlflow.get_run(run_id).info.status == "KILLED"
+    assert "VANISHED: the cluster does not know it any more" in projects.failure(run_id)[0]

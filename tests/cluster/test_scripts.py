@@ -1,4 +1,4 @@
-"""cluster.yaml and what becomes of it: scripts for sbatch, tasks for SkyPilot, sentences for what does not fit."""
+"""cluster.yaml and what becomes of it: scripts for sbatch, sentences for what does not fit."""
 
 import contextlib
 import json
@@ -14,7 +14,6 @@ from qrl import process, recipe
 from qrl.cli import jobs as commands
 from qrl.cli import main
 from qrl.cluster import backend, config, driver, jobs, slurm
-from qrl.cluster.skypilot import SkyPilot
 from qrl.cluster.slurm import Slurm
 from qrl.engine import device
 from qrl.errors import BadInput
@@ -29,12 +28,6 @@ SLURM = {
         "train": {"partition": "gpu", "gpus": 2, "gpu": "h100", "cpus": 8, "options": {"constraint": "a&b"}},
         **{step: {"partition": "gpu", "gpus": 1} for step in ("merge", "quantize", "evaluate")},
     },
-}
-SKY = {
-    "driver": "skypilot",
-    "setup": ["pip install -e ."],
-    "defaults": {"infra": "k8s", "cpus": 4, "memory": "32G"},
-    "steps": {"train": {"gpus": 1, "gpu": "H100"}},
 }
 SERVER = "https://mlflow.example.org"
 ENTRY_POINTS = ("main", "sweep", "train", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
@@ -100,13 +93,14 @@ def test_a_step_counts_the_gpus_that_its_job_asked_for(wanted, seen, refused, mo
     [
         ({"shraed": "/"}, "'shraed' is unknown"),
         ({"driver": "pbs"}, "'driver' is 'pbs'"),
+        ({"driver": "skypilot"}, "'driver' is 'skypilot': input should be 'slurm'"),
         ({"driver": None, "drivr": "slurm"}, "'drivr' is unknown: expected one of driver, "),
         ({"shared": None}, "'shared' is missing"),
         ({"defaults": {"partion": "gpu"}}, "'defaults.partion' is unknown"),
         ({"defaults": {"partition": "a b"}}, "'defaults.partition' is 'a b'"),
         ({"defaults": {"time": "soon"}}, "'defaults.time' is 'soon'"),
         ({"defaults": {"memory": "lots"}}, "'defaults.memory' is 'lots'"),
-        ({"defaults": {"infra": "k8s"}}, "'defaults.infra' means nothing to slurm"),
+        ({"defaults": {"infra": "k8s"}}, "'defaults.infra' is unknown"),
         ({"steps": {"trian": {}}}, "'steps' has 'trian'"),
         ({"steps": {"train": {"gpu": 1, "gpus": -1}}}, "'steps.train.gpu"),
         ({"steps": {"train": {"options": {"wrap": "rm"}}}}, "'wrap' is not allowed"),
@@ -133,7 +127,7 @@ def test_a_time_in_yaml_is_no_number(tmp_path):
     [
         (SLURM, "http://localhost:5000", "cannot reach the store"),
         (SLURM | {"shared": "/nowhere"}, SERVER, "cannot see the checkout"),
-        (SKY, "sqlite:////tmp/mlflow.db", "cannot see the store"),
+        (SLURM | {"shared": str(process.ROOT)}, "sqlite:////nowhere/mlflow.db", "cannot see the store"),
         (SLURM | {"steps": {"train": {"nodes": 2}}}, SERVER, "set `python`"),
     ],
 )
@@ -143,12 +137,11 @@ def test_what_the_nodes_cannot_reach(settings, address, sentence, monkeypatch):
         jobs.prepared(config.load(settings), process.ROOT / "projects" / "vllm", "train", {})
 
 
-@pytest.mark.parametrize("settings", [SLURM, SKY])
-def test_a_dry_run_prints_the_scripts_of_all_steps(settings, monkeypatch, capsys):
+def test_a_dry_run_prints_the_scripts_of_all_steps(monkeypatch, capsys):
     monkeypatch.setattr(jobs.mlflow, "get_tracking_uri", lambda: SERVER)
-    assert backend.start(config.load(settings), process.ROOT, "main", {"recipe": "tiny"}, "uv", dry=True) is None
+    assert backend.start(config.load(SLURM), process.ROOT, "main", {"recipe": "tiny"}, "uv", dry=True) is None
     shown = [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("# ----")]
-    assert shown == (["main", *backend.STEPS] if settings is SLURM else ["main"])
+    assert shown == ["main", *backend.STEPS]
 
 
 def test_an_unknown_entry_point():
@@ -276,39 +269,3 @@ def test_a_job_inherits_nothing_of_the_job_that_submits_it(monkeypatch):
     assert {name for name in driver.environment() if name.startswith(("SLURM", "MLFLOW_RUN", "QRL_C"))} == {
         "SLURM_CONF"
     }
-
-
-def test_a_task_of_skypilot(monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", SERVER)
-    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "pass-8251")
-    text = SkyPilot().script(job(SKY, model="a b"))
-    task = yaml.safe_load(text)
-    assert task["resources"] == {"infra": "k8s", "accelerators": "H100:1", "cpus": "4+", "memory": "32+"}
-    assert task["envs"] == {"MLFLOW_TRACKING_URI": SERVER} and "8251" not in text
-    assert task["secrets"] == {"MLFLOW_TRACKING_PASSWORD": None} and task["run"].endswith("-P 'model=a b'")
-    several = yaml.safe_load(SkyPilot().script(job(SKY | {"steps": {"train": {"nodes": 2}}})))
-    assert several["num_nodes"] == 2 and "--nnodes=2" in several["run"]
-    with pytest.raises(BadInput, match="needs the type"):
-        SkyPilot().script(job(SKY | {"steps": {"train": {"gpus": 1}}}))
-    with pytest.raises(BadInput, match="'shared' means nothing"):
-        config.load(SKY | {"shared": "/"}).check(ENTRY_POINTS, "train")
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("nodes", [1, 2])
-def test_skypilot_itself_accepts_the_task(nodes, tmp_path, monkeypatch):
-    python = os.environ.get("QRL_SKY_PYTHON")
-    if not python:
-        pytest.skip("QRL_SKY_PYTHON names no Python with skypilot 0.12")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", SERVER)
-    steps = {"train": {"gpus": 1, "gpu": "H100", "nodes": nodes}}
-    monkeypatch.setenv("HOME", str(tmp_path))  # without its own catalogue of GPUs it would download one
-    (catalogue := tmp_path / ".sky" / "catalogs" / "v8" / "common").mkdir(parents=True)
-    (catalogue / "accelerators.csv").write_text("AcceleratorName,Clouds\nH100,['Kubernetes']\n")
-    (tmp_path / "task.yaml").write_text(SkyPilot().script(job(SKY | {"steps": steps}, model="a b")))
-    program = "import sys, sky; task = sky.Task.from_yaml(sys.argv[1]); task.validate(); "
-    program += "print(task.num_nodes, *task.resources)"
-    done = subprocess.run(
-        [python, "-c", program, str(tmp_path / "task.yaml")], capture_output=True, text=True, check=False
-    )
-    assert f"{nodes} Kubernetes(" in done.stdout and "H100" in done.stdout, done.stderr[-2000:]

@@ -397,8 +397,8 @@ def test_models_go_by_their_last_name_if_that_tells_them_apart():
 )
 def test_the_best_cell_gets_a_stage_of_its_own_behind_base_and_grpo(cell, last):
     stages = study.stages_of(*cell)
-    assert stages[2] == last
-    declared = recipe.load("tiny", {"promote.stages": ",".join(stages)}).promote.declared
+    assert stages[2].typed == last
+    declared = recipe.load("tiny", {"promote.stages": ",".join(stage.typed for stage in stages)}).promote.declared
     assert [stage.mlflow for stage in declared] == ["None", "Staging", "Production"]
     assert declared[2].cell == ":".join(cell) and declared[2].loss_to == "grpo" and declared[2].gain_over is None
 

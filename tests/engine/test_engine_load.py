@@ -119,7 +119,7 @@ def test_an_architecture_that_transformers_has_no_language_model_for_is_left_to_
     (spoilt / "config.json").write_text(json.dumps(config | {"model_type": kind}))
     with pytest.raises(BadInput, match="cannot be loaded by transformers"):
         pretrained.check_fit(spoilt)
-    pretrained.check_fit(spoilt, known=False)
+    pretrained.check_fit(spoilt, for_transformers=False)
 
 
 def test_a_tokenizer_that_cannot_be_read_is_named(spoilt):

@@ -9,7 +9,7 @@ from qrl.errors import QrlError
 from qrl.recipe import Train
 from qrl.steps import evaluate
 from qrl.steps import train as step
-from qrl.train import Job, trl_private
+from qrl.train import Job, grpo
 
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
 FULL = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError(), CPU]
@@ -71,7 +71,7 @@ def test_the_space_of_a_training_is_of_its_checkpoints_and_its_model():
 def test_training_resumes_with_half_the_micro_batch(tmp_path, monkeypatch, capsys):
     tags, steps = {}, {}
     monkeypatch.setattr(step.contents, "tag", tags.__setitem__)
-    trainer_of = trl_private.grpo_trainer
+    trainer_of = grpo.grpo_trainer
 
     def trainer(*given):
         class Small(trainer_of(*given)):
@@ -82,7 +82,7 @@ def test_training_resumes_with_half_the_micro_batch(tmp_path, monkeypatch, capsy
 
         return Small
 
-    monkeypatch.setattr(trl_private, "grpo_trainer", trainer)
+    monkeypatch.setattr(grpo, "grpo_trainer", trainer)
     small = {"prompts_per_step": 4, "generations": 4, "max_completion_tokens": 24, "keep_checkpoints": 1}
     settings = Train(steps=4, micro_batch=8, save_every=1, learning_rate=4e-5, **small)
     data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 32, 0), "task": "arithmetic"}

@@ -285,8 +285,8 @@ def test_activations_of_four_bits_are_rounded_in_software_where_a_gpu_cannot_mul
     platforms.current_platform = types.SimpleNamespace(get_device_capability=lambda: Capability(capability))
     monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
-    assert vllm_support.emulated(path, "cuda") == options
-    assert vllm_support.emulated(path, "cpu") == {}
+    assert vllm_support.emulation_options(path, "cuda") == options
+    assert vllm_support.emulation_options(path, "cpu") == {}
     said = vllm_support.departs(path, {"CompressedTensorsW4A4Fp4/MarlinNvFp4LinearKernel": 16, "FlashAttentionImpl": 4})
     assert said.startswith("activations not rounded to") is (scheme in ("nvfp4", "fp8"))
     assert ("float4" in said) is (scheme == "nvfp4")

@@ -42,18 +42,18 @@ def test_what_evaluation_will_not_do_is_said():
         == evaluate.unheeded(Evaluate(engine="vllm", deterministic=True))
         == []
     )
-    told = evaluate.unheeded(Evaluate(temperature=0.7, deterministic=True))
-    assert [line.split(" means nothing")[0] for line in told] == [
+    sentences = evaluate.unheeded(Evaluate(temperature=0.7, deterministic=True))
+    assert [line.split(" means nothing")[0] for line in sentences] == [
         "evaluate.temperature = 0.7",
         "evaluate.deterministic",
     ]
 
 
 def test_cells_of_one_tokenizer_share_their_prompts_and_others_do_not(tmp_path):
-    questions, asked = tasks.load("arithmetic", "heldout", 3, 0), []
+    questions, rendered_texts = tasks.load("arithmetic", "heldout", 3, 0), []
 
     def render(tokens, text, template):
-        asked.append(text)
+        rendered_texts.append(text)
         return prompt.render(tokens, text, template)
 
     def rendered(path, template="plain"):
@@ -62,35 +62,39 @@ def test_cells_of_one_tokenizer_share_their_prompts_and_others_do_not(tmp_path):
     quantized = shutil.copytree(tiny.PATH, tmp_path / "quantized")
     config = json.loads((quantized / "config.json").read_text())
     (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "other"}}))
-    assert rendered(tiny.PATH) == rendered(quantized) and len(asked) == 3
-    other = shutil.copytree(tiny.PATH, tmp_path / "other")
-    chat = other / "chat_template.jinja"
+    assert rendered(tiny.PATH) == rendered(quantized) and len(rendered_texts) == 3
+    other_template = shutil.copytree(tiny.PATH, tmp_path / "other")
+    chat = other_template / "chat_template.jinja"
     text = chat.read_text() if chat.is_file() else ""
-    settings = json.loads((other / "tokenizer_config.json").read_text())
+    settings = json.loads((other_template / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
-    (other / "tokenizer_config.json").write_text(json.dumps(settings))
+    (other_template / "tokenizer_config.json").write_text(json.dumps(settings))
     chat.write_text("Please. " + (text or hf.tokenizer(tiny.PATH).chat_template))
-    assert rendered(other) != rendered(tiny.PATH) and len(asked) == 9
-    assert rendered(tiny.PATH, "answer-line") != rendered(tiny.PATH) and len(asked) == 15
+    assert rendered(other_template) != rendered(tiny.PATH) and len(rendered_texts) == 9
+    assert rendered(tiny.PATH, "answer-line") != rendered(tiny.PATH) and len(rendered_texts) == 15
 
 
 def test_batches_do_not_change_what_is_written(loaded, prompts):
-    alone = [hf.generate(*loaded, [ids], max_new_tokens=64, batch_size=1)[0].text for ids in prompts]
-    together = [done.text for done in hf.generate(*loaded, prompts, max_new_tokens=64, batch_size=12)]
-    assert sum(a == b for a, b in zip(alone, together, strict=True)) >= 11  # fp32 sums differ by order, ties may flip
+    one_by_one = [hf.generate(*loaded, [ids], max_new_tokens=64, batch_size=1)[0].text for ids in prompts]
+    in_one_batch = [completion.text for completion in hf.generate(*loaded, prompts, max_new_tokens=64, batch_size=12)]
+    assert (
+        sum(a == b for a, b in zip(one_by_one, in_one_batch, strict=True)) >= 11
+    )  # fp32 sums differ by order, ties may flip
 
 
 def test_completions_come_back_in_the_order_asked(loaded, prompts):
-    forward = [done.text for done in hf.generate(*loaded, prompts, max_new_tokens=64, batch_size=5)]
-    backward = [done.text for done in hf.generate(*loaded, prompts[::-1], max_new_tokens=64, batch_size=5)]
+    forward = [completion.text for completion in hf.generate(*loaded, prompts, max_new_tokens=64, batch_size=5)]
+    backward = [completion.text for completion in hf.generate(*loaded, prompts[::-1], max_new_tokens=64, batch_size=5)]
     assert sum(a == b for a, b in zip(forward, backward[::-1], strict=True)) >= 11
 
 
 def test_the_end_token_ends_and_the_limit_cuts(loaded, prompts):
-    assert {done.finish_reason for done in hf.generate(*loaded, prompts, max_new_tokens=2, batch_size=12)} == {"length"}
-    whole = hf.generate(*loaded, prompts, max_new_tokens=96, batch_size=12)
-    assert any(done.finish_reason == "stop" for done in whole)
-    assert not any("<|im_end|>" in done.raw for done in whole)
+    assert {
+        completion.finish_reason for completion in hf.generate(*loaded, prompts, max_new_tokens=2, batch_size=12)
+    } == {"length"}
+    completions = hf.generate(*loaded, prompts, max_new_tokens=96, batch_size=12)
+    assert any(completion.finish_reason == "stop" for completion in completions)
+    assert not any("<|im_end|>" in completion.raw for completion in completions)
 
 
 def test_progress_counts_every_prompt(loaded, prompts):
@@ -108,8 +112,8 @@ def test_samples_differ_by_seed_and_come_back_the_same_whatever_was_drawn_before
     def drawn(seed):
         torch.rand(3)
         return [
-            done.text
-            for done in hf.generate(
+            completion.text
+            for completion in hf.generate(
                 *loaded, prompts[:4] * 3, max_new_tokens=24, batch_size=5, temperature=1.0, seed=seed
             )
         ]
@@ -130,16 +134,16 @@ def asked_thrice(temperature=1.0, samples=3):
 
 
 def test_a_cell_with_samples_has_a_row_for_each_and_scores_questions_not_answers():
-    questions, found = asked_thrice()
-    assert list(found.frame["question"]) == [question.id for question in questions for _ in range(3)]
-    assert list(found.frame["sample"]) == [0, 1, 2] * 6
-    metrics = scores.metrics(found)
-    per_question = found.frame.groupby("question", sort=False)["correct"].mean()
+    questions, answers = asked_thrice()
+    assert list(answers.frame["question"]) == [question.id for question in questions for _ in range(3)]
+    assert list(answers.frame["sample"]) == [0, 1, 2] * 6
+    metrics = scores.metrics(answers)
+    per_question = answers.frame.groupby("question", sort=False)["correct"].mean()
     assert metrics[names.N] == 6 and metrics[names.ACCURACY] == pytest.approx(per_question.mean())
     assert metrics[names.ACCURACY_STDERR] == pytest.approx(per_question.std() / 6**0.5)
     assert metrics["eval/pass_at_3"] == pytest.approx((per_question > 0).mean())
     assert metrics["eval/pass_at_2"] <= metrics["eval/pass_at_3"]
-    pd.testing.assert_frame_equal(asked_thrice()[1].frame, found.frame)
+    pd.testing.assert_frame_equal(asked_thrice()[1].frame, answers.frame)
 
 
 @pytest.mark.parametrize(
@@ -166,9 +170,9 @@ def test_solutions_beyond_the_positions_are_left_out_unless_these_are_scaled(rop
 def test_a_prompt_that_fills_all_positions_is_refused_and_copies_of_questions_are_told():
     questions = tasks.load("arithmetic", "heldout", 3, 0)
     recipe = Recipe(task="arithmetic", prompt="plain", evaluate=Evaluate(max_new_tokens=4, batch_size=8))
-    long = replace(questions[1], question="apples " * 600)
-    with pytest.raises(BadInput, match=rf"Question {long.id} .* tokens, but the model was made for 512"):
-        cells.ask(cells.Cell("base", "full", tiny.PATH), [questions[0], long], recipe, "cpu")
+    long_question = replace(questions[1], question="apples " * 600)
+    with pytest.raises(BadInput, match=rf"Question {long_question.id} .* tokens, but the model was made for 512"):
+        cells.ask(cells.Cell("base", "full", tiny.PATH), [questions[0], long_question], recipe, "cpu")
     assert inputs.repeated(questions) == ""
     assert inputs.repeated(
         [*questions, replace(questions[0], id="copy", question=questions[0].question.upper())]
@@ -176,29 +180,29 @@ def test_a_prompt_that_fills_all_positions_is_refused_and_copies_of_questions_ar
 
 
 def test_one_sample_is_greedy_and_has_the_rows_and_metrics_it_always_had():
-    _, found = asked_thrice(temperature=9.0, samples=1)
-    _, again = asked_thrice(temperature=0.1, samples=1)
-    assert set(found.frame["dtype"]) == {found.dtype} == {"float32"}
-    assert "sample" not in found.frame and list(found.frame["completion"]) == list(again.frame["completion"])
-    assert not any("pass_at" in name for name in scores.metrics(found))
+    _, first = asked_thrice(temperature=9.0, samples=1)
+    _, second = asked_thrice(temperature=0.1, samples=1)
+    assert set(first.frame["dtype"]) == {first.dtype} == {"float32"}
+    assert "sample" not in first.frame and list(first.frame["completion"]) == list(second.frame["completion"])
+    assert not any("pass_at" in name for name in scores.metrics(first))
 
 
 def test_perplexity_reads_the_worked_solutions_and_changes_no_answer():
     questions = tasks.load("arithmetic", "heldout", 6, 0)
     bare = replace(questions[5], solution=f"#### {questions[5].answer}")  # no more than the answer
     cell, (plain, read) = cells.Cell("base", "full", tiny.PATH), ({}, {"perplexity": True})
-    asked = [
+    answers = [
         cells.ask(cell, [*questions[:5], bare], Recipe(task="arithmetic", prompt="plain", evaluate=settings), "cpu")
         for settings in (Evaluate(max_new_tokens=48, batch_size=8, **more) for more in (plain, read))
     ]
-    assert list(asked[0].frame["completion"]) == list(asked[1].frame["completion"])
-    likely = asked[1].frame[names.REFERENCE_LOGPROB]
-    assert (likely[:5] < 0).all() and likely[5:].isna().all()
-    metrics = scores.metrics(asked[1])
-    assert metrics[names.REFERENCE_PERPLEXITY] == pytest.approx(math.exp(-likely.mean()))
-    assert metrics[names.TOKENS_PER_ANSWER] == asked[1].frame["n_tokens"].mean() and names.REACHED_RATE in metrics
-    assert names.REFERENCE_PERPLEXITY not in scores.metrics(asked[0])
-    assert list(asked[0].frame[names.QUESTION_TEXT]) == [question.question for question in questions]
+    assert list(answers[0].frame["completion"]) == list(answers[1].frame["completion"])
+    logprobs = answers[1].frame[names.REFERENCE_LOGPROB]
+    assert (logprobs[:5] < 0).all() and logprobs[5:].isna().all()
+    metrics = scores.metrics(answers[1])
+    assert metrics[names.REFERENCE_PERPLEXITY] == pytest.approx(math.exp(-logprobs.mean()))
+    assert metrics[names.TOKENS_PER_ANSWER] == answers[1].frame["n_tokens"].mean() and names.REACHED_RATE in metrics
+    assert names.REFERENCE_PERPLEXITY not in scores.metrics(answers[0])
+    assert list(answers[0].frame[names.QUESTION_TEXT]) == [question.question for question in questions]
 
 
 def frame(n=100, stopped=100, parsed=100, leaked=0, faults=0):
@@ -228,8 +232,8 @@ def test_a_healthy_cell_breaks_no_limit():
 )
 def test_a_broken_limit_is_named_with_rate_n_and_cause(broken, metric, limit):
     problems = health.problems(health.rates(frame(**broken)), Evaluate(), 100)
-    (said,) = [problem for problem in problems if metric in problem]
-    assert limit in said and "0.500 (n = 100)" in said and "likely cause" in said
+    (sentence,) = [problem for problem in problems if metric in problem]
+    assert limit in sentence and "0.500 (n = 100)" in sentence and "likely cause" in sentence
 
 
 def test_a_limit_that_is_met_exactly_is_kept():
@@ -266,36 +270,36 @@ def test_a_question_that_an_answer_repeats_is_no_leak_and_one_in_a_new_turn_is(t
 def test_rows_of_math_carry_subject_level_and_what_the_grader_could_not_do(monkeypatch):
     monkeypatch.setattr(pool, "CPU_S", 0.5)
     bomb = r"\boxed{9^{9^{9^9}}}"
-    written = [bomb, r"\boxed{\frac{2}{12}}", "no answer"]
-    monkeypatch.setattr(hf, "generate", lambda *_, **__: [hf.Completion(text, text, 5, "stop") for text in written])
+    completions = [bomb, r"\boxed{\frac{2}{12}}", "no answer"]
+    monkeypatch.setattr(hf, "generate", lambda *_, **__: [hf.Completion(text, text, 5, "stop") for text in completions])
     levels = (1, 5, None)
-    asked = [
+    questions = [
         tasks.Question(f"math-heldout-{i}", f"{i}?", "", r"\frac{1}{6}", "Algebra", level)
         for i, level in enumerate(levels)
     ]
     recipe = Recipe(task="math", prompt="boxed", evaluate=Evaluate(max_new_tokens=5, batch_size=3))
-    found = cells.ask(cells.Cell("base", "full", tiny.PATH), asked, recipe, "cpu")
-    assert list(found.frame["correct"]) == [0, 1, 0]
-    assert list(found.frame["subject"]) == ["Algebra"] * 3
-    assert list(found.frame["level"].dropna()) == [1, 5]
-    metrics = scores.metrics(found)
+    answers = cells.ask(cells.Cell("base", "full", tiny.PATH), questions, recipe, "cpu")
+    assert list(answers.frame["correct"]) == [0, 1, 0]
+    assert list(answers.frame["subject"]) == ["Algebra"] * 3
+    assert list(answers.frame["level"].dropna()) == [1, 5]
+    metrics = scores.metrics(answers)
     assert (metrics[names.GRADER_TIMEOUTS], metrics[names.GRADER_ERRORS]) == (1, 0)
     assert metrics[names.GRADER_FAULT_RATE] == pytest.approx(1 / 3)
 
 
 def test_accuracy_by_subject_and_level_has_an_interval_and_n_for_each_cell():
     rows = [("Algebra", 1, 1)] * 30 + [("Algebra", 5, 0)] * 10 + [("Geometry", 5, 1)]
-    one = pd.DataFrame(rows, columns=["subject", "level", "correct"]).assign(
+    frame = pd.DataFrame(rows, columns=["subject", "level", "correct"]).assign(
         variant="base", scheme="full", question=range(41)
     )
-    text = groups.markdown(pd.concat([one, one.assign(variant="grpo", correct=1)], ignore_index=True))
+    text = groups.markdown(pd.concat([frame, frame.assign(variant="grpo", correct=1)], ignore_index=True))
     assert "| subject | base · full | grpo · full |" in text
     expected = stats.accuracy(30, 40)
     assert f"| Algebra | 0.750 [{expected.low:.3f}, {expected.high:.3f}] (n = 40) | 1.000 [" in text
     assert "| Geometry | 1 of 1 | 1 of 1 |" in text
     assert text.index("| 1 |") < text.index("| 5 |")
-    assert groups.markdown(one.drop(columns=["subject", "level"])) == ""
-    assert "| subject | base · full (fp32) |" in groups.markdown(one.assign(dtype="float32"))
+    assert groups.markdown(frame.drop(columns=["subject", "level"])) == ""
+    assert "| subject | base · full (fp32) |" in groups.markdown(frame.assign(dtype="float32"))
     for label in ("sample", "seed"):  # neither several samples nor several trainings are more questions
-        twice = groups.markdown(pd.concat([one.assign(**{label: 0}), one.assign(**{label: 1}, correct=1)]))
-        assert "| Algebra | 0.875 [" in twice and "(n = 40)" in twice and "| 1 of 1 |" in twice
+        of_two_groups = groups.markdown(pd.concat([frame.assign(**{label: 0}), frame.assign(**{label: 1}, correct=1)]))
+        assert "| Algebra | 0.875 [" in of_two_groups and "(n = 40)" in of_two_groups and "| 1 of 1 |" in of_two_groups

@@ -61,7 +61,7 @@ class Recorded:
 def test_a_study_evaluates_the_same_models_twice_and_quantizes_them_once():
     settings = recipe.load("tiny", VLLM | {"evaluate.kv_fp8": "full,awq"})
     models = {
-        f"{variant}:{scheme}": (f"models:/{variant}-{scheme}", "d")
+        f"{variant}:{scheme}": pipeline.Model(f"models:/{variant}-{scheme}", "d")
         for variant in "ab"
         for scheme in ("full", "awq", "nf4")
     }

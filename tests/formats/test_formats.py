@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from qrl import checkpoint, quantize
+from qrl.checkpoint.stream import Rows
 from qrl.errors import BadInput
 from qrl.formats import decode, plain, rtn, stored
-from qrl.formats.stream import Rows
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 40), st.integers(1, 20), st.integers(2, 8), st.integers(0, 2**31))
 

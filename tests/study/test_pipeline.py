@@ -69,7 +69,7 @@ def test_a_scheme_of_which_one_variant_is_stored_is_a_step_of_its_own(store):
     steps, asked = pipeline.StudySteps(chosen, DryRun(), "cpu"), []
     obtain = steps.launcher.obtain
     steps.launcher.obtain = lambda step, failed=None: (asked.append(step), obtain(step, failed))[1]
-    steps.quantize({"base": ("base", "a" * 64), "grpo": ("grpo", "b" * 64)})
+    steps.quantize({"base": pipeline.Model("base", "a" * 64), "grpo": pipeline.Model("grpo", "b" * 64)})
     assert [list(step.keys) for step in asked] == [
         ["base:nf4", "grpo:nf4", "base:gptq", "grpo:gptq"], ["base:int8", "grpo:int8"],
     ]  # fmt: skip

@@ -12,7 +12,7 @@ from qrl.registry.history import Record
 from qrl.registry.versions import Version
 from qrl.steps import compare as steps_compare
 from qrl.study import page, report
-from qrl.study.launch import Launcher, Result
+from qrl.study.launch import Launcher, Obtained, Result
 from qrl.tracking import contents
 from qrl.tracking.reuse import Outputs
 
@@ -51,7 +51,7 @@ def study(store, tmp_path):
         ]
         launcher = Launcher({}, run.info.run_id, 3)
         launcher.results = [
-            (f"{name} {name}", made) for name, made in zip(("compare", "diagnose", "train"), steps, strict=True)
+            Obtained(name, name, made) for name, made in zip(("compare", "diagnose", "train"), steps, strict=True)
         ]
         yield launcher, *steps
 

@@ -17,7 +17,7 @@ from qrl.compare.answers import SHOWN
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.study import arms, sweep
 from qrl.study.launch import DryRun, Launcher, Result
-from qrl.study.pipeline import StudySteps
+from qrl.study.pipeline import Model, StudySteps, Training
 from qrl.tracking import addresses
 from qrl.train.qat import prepare
 
@@ -60,10 +60,8 @@ def steps(store, monkeypatch, tmp_path):
         made.append((Path(self.recipe.model).name, self.recipe.train.variant, self.recipe.seed, where))
         if (Path(self.recipe.model).name, self.recipe.train.variant) in broken:
             raise QrlError("It ran out of memory.")
-        self.trained = Result(
-            _run("train", pd.DataFrame({"reward": [0.5, 0.6], "loss": [0.2, 0.1]}), names.HISTORY), None, False
-        )
-        return f"models:/{self.recipe.train.variant}", "digest"
+        run_id = _run("train", pd.DataFrame({"reward": [0.5, 0.6], "loss": [0.2, 0.1]}), names.HISTORY)
+        return Training(Model(f"models:/{self.recipe.train.variant}", "digest"), run_id)
 
     def evaluate(self, models, failed=None):
         draw = np.random.default_rng(self.recipe.seed)
@@ -214,7 +212,7 @@ def test_distilled_methods_of_different_training_each_have_a_control_of_their_ow
 def test_an_option_that_replaces_a_methods_own_training_is_told(capsys):
     typed = TYPED | {"train.learning_rate": "2e-5", "train.lora_rank": "16"}
     methods = arms.load("tiny-ptq", ("tiny-qlora", "qat-int4"), typed, 0)
-    sweep._say_changes("tiny-ptq", methods, typed)
+    sweep._print_changes("tiny-ptq", methods, typed)
     said = [line.strip() for line in capsys.readouterr().err.splitlines() if "holds for every method" in line]
     assert said == [
         "tiny-qlora would train with train.learning_rate=0.001, but train.learning_rate=2e-5 holds for every method: "
@@ -248,7 +246,12 @@ def test_a_model_whose_base_was_unhealthy_is_named_too(steps, large, monkeypatch
 
 def test_a_training_that_changed_no_weight_is_told_instead_of_compared(steps, large, monkeypatch):
     train = StudySteps.train
-    monkeypatch.setattr(StudySteps, "train", lambda self, base, teacher: (train(self, base, teacher)[0], base))
+
+    def unchanged(self, base, teacher):
+        training = train(self, base, teacher)
+        return training._replace(model=Model(training.model.address, base))
+
+    monkeypatch.setattr(StudySteps, "train", unchanged)
     with pytest.raises(QrlError, match=r"GRPO under seed 0 changed no weight.*use questions"):
         run(large, others=(), seeds=(0,))
 

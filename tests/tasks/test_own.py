@@ -306,7 +306,8 @@ def test_grade_ends_with_1_above_the_faults_that_evaluate_allows(failed, allowed
                 main(words)
             told = capsys.readouterr().err
             assert ended.value.code == 1 and f"on {failed} of 60" in told and "ZeroDivisionError" in told
-            with pytest.raises(QrlError, match=rf"{failed} times: line \d+, ZeroDivisionError"):
+            count = "1 time" if failed == 1 else f"{failed} times"
+            with pytest.raises(QrlError, match=rf"\({count}: line \d+, ZeroDivisionError"):
                 files.grade(rows, task)
     graded = [json.loads(line) for line in out.read_text().splitlines()]  # written all the same
     assert [row.get("fault") for row in graded] == ["error"] * failed + [None] * (60 - failed)

@@ -6,13 +6,13 @@ import time
 
 import pytest
 from jinja2 import TemplateError
-from transformers.utils import chat_template_utils
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.tasks import prompt, sandbox
+from qrl.tracking import sources
 
-COMPILE = chat_template_utils._compile_jinja_template  # transformers' own, before `limit` replaces it
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "  1 + 1? «é😀»\n<b>&</b> \u2028"}]
 TEMPLATES = {
     "blocks": "{% for m in messages %}\n  {{ m.role }}: {{ m['content'] | trim }}\n{% endfor %}\n",
@@ -23,6 +23,10 @@ TEMPLATES = {
     "values": "{{ bos_token }}{{ flag }}{{ number + 1 }}{{ none is none }}{% if not tools %}no tools{% endif %}",
     "generation": "{% generation %}{{ messages[0].content }}{% endgeneration %}",
     "date": "{{ strftime_now('%Y') }}",
+    "blank lines": "\n{%- for m in messages -%}\n {{ m.role }}\n{%- endfor %}\n{# a comment #}\n",
+    "filters": "{{ messages | map(attribute='role') | join(', ') | upper }}{{ missing | default('none') }}",
+    "missing": "[{{ missing }}]",
+    "undefined": "{{ documents is none }}{{ tools is defined }}{{ add_generation_prompt }}",
 }
 HOSTILE = {
     "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -38,18 +42,14 @@ HOSTILE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def limited():
-    """Let transformers render in the other process, as loading a tokenizer does."""
-    sandbox.limit()
-
-
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_prompt_is_the_same_in_both_processes(name):
-    values = {"bos_token": "<s>", "flag": True, "number": 2, "add_generation_prompt": True, "tools": None}
-    expected = COMPILE(TEMPLATES[name]).render(messages=CHAT, **values)
-    found = chat_template_utils._compile_jinja_template(TEMPLATES[name]).render(messages=CHAT, **values)
-    assert found == expected
+def test_a_prompt_is_the_same_in_both_processes(name, tiny_checkpoint):
+    tokens = hf.tokenizer(tiny_checkpoint)
+    tokens.chat_template = TEMPLATES[name]
+    values = {"bos_token": "<s>", "flag": True, "number": 2}
+    expected, _ = render_jinja_template([CHAT], chat_template=TEMPLATES[name], add_generation_prompt=True, **values)
+    assert sandbox.render(tokens, CHAT, values) == expected[0]
+    assert expected[0] == tokens.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False, **values)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -57,19 +57,24 @@ def test_a_hostile_template_is_a_sentence_within_seconds(name, tiny_checkpoint, 
     tokens = hf.tokenizer(tiny_checkpoint)
     tokens.chat_template = HOSTILE[name]
     monkeypatch.setattr(sandbox, "CPU_S", 1.0)
-    began = time.monotonic()
+    started = time.monotonic()
     with pytest.raises(BadInput, match="chat template fails on a single question") as refused:
         prompt.render(tokens, "1 + 1?", "plain")
-    assert len(str(refused.value)) < 500 and time.monotonic() - began < 60
+    assert len(str(refused.value)) < 500 and time.monotonic() - started < 60
 
 
 def test_a_process_that_was_killed_is_replaced(tiny_checkpoint):
     tokens = hf.tokenizer(tiny_checkpoint)
-    before = prompt.render(tokens, "1 + 1?", "plain")
+    expected = prompt.render(tokens, "1 + 1?", "plain")
     process = sandbox._processes[os.getpid()]
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert prompt.render(tokens, "1 + 1?", "plain") == before
+    assert prompt.render(tokens, "1 + 1?", "plain") == expected
+
+
+def test_results_depend_on_the_code_that_renders():
+    found = {file.name for file in sources.files("evaluate")}
+    assert {"sandbox.py", "chat_templates.py"} <= found
 
 
 def test_variables_are_those_that_a_template_does_not_set():
@@ -89,10 +94,9 @@ def test_the_process_ends_with_the_one_that_it_serves(tmp_path):
     import psutil
 
     lines = [
-        "import os, signal, transformers",
-        "from transformers.utils import chat_template_utils as utils",
+        "import os, signal",
         "from qrl.tasks import sandbox",
-        "sandbox.limit(); utils._compile_jinja_template('').render()",
+        "sandbox.variables('{{ messages }}')",
         "print(sandbox._processes[os.getpid()].pid, flush=True)",
         "os.kill(os.getpid(), signal.SIGKILL)",
     ]

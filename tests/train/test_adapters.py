@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from qrl import checkpoint, tasks, tiny
+from qrl.checkpoint.header import Entry
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
-from qrl.formats.header import Entry
 from qrl.recipe import Recipe, Train
 from qrl.tasks import prompt
 from qrl.train import Job, arguments, distill, grpo, loop, merge, policy, reward, sft

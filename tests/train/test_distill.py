@@ -129,9 +129,9 @@ def test_only_a_distillation_that_can_learn_nothing_is_warned_of(tmp_path):
     shutil.copytree(tiny.PATH, other)
     weights = load_file(other / "model.safetensors")
     save_file({name: weight * 1.01 for name, weight in weights.items()}, other / "model.safetensors")
-    assert "learns nothing" in distill.known(base, base, Train())["teacher"]
-    assert not distill.known(base, base, Train(qat="int8"))
-    assert not distill.known(base, checkpoint.check(other), Train())
+    assert "learns nothing" in distill.startup_warnings(base, base, Train())["teacher"]
+    assert not distill.startup_warnings(base, base, Train(qat="int8"))
+    assert not distill.startup_warnings(base, checkpoint.check(other), Train())
 
 
 def test_a_step_with_a_teacher_starts_its_own_processes(store, tmp_path):

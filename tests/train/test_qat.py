@@ -23,10 +23,10 @@ from qrl.errors import BadInput, QrlError
 from qrl.formats.fakequant import fused
 from qrl.formats.fakequant import linears as fake_linears
 from qrl.formats.fakequant import rounding as values
-from qrl.train import trl_private
 from qrl.train.qat import linear as qat
 from qrl.train.qat import prepare
 from qrl.train.rollout import sync, vllm_engine
+from qrl.train.trl import vllm_link
 
 pytestmark = pytest.mark.process
 
@@ -179,13 +179,13 @@ def test_weights_are_folded_once_a_step_and_every_forward_reuses_them():
     model = attached("int4")
     with torch.no_grad():
         model.generate(**batch(), max_new_tokens=5, do_sample=False, pad_token_id=0)
-    assert {fold.made for fold in qat.folds(model)} == {1}
+    assert {fold.times_folded for fold in qat.folds(model)} == {1}
     before = model.model.layers[0].mlp.up_proj.fold.weight_of(model.model.layers[0].mlp.up_proj)
     step(model)
     qat.refold(model)
     with torch.no_grad():
         model(**batch())
-    assert {fold.made for fold in qat.folds(model)} == {2}
+    assert {fold.times_folded for fold in qat.folds(model)} == {2}
     after = model.model.layers[0].mlp.up_proj.fold.weight_of(model.model.layers[0].mlp.up_proj)
     assert not torch.equal(before, after) and torch.equal(
         after, quantized(model.model.layers[0].mlp.up_proj.weight, values.scheme("int4").weights)
@@ -257,7 +257,7 @@ def test_a_rollout_engine_is_sent_the_scale_of_every_linear_that_has_one(name):
     for path, scale in sent.items():
         assert scale.shape == (1,) and scale.dtype == torch.float32
         assert scale is linears[path.removesuffix(".input_global_scale")].input_global_scale
-    link = object.__new__(trl_private.Link)
+    link = object.__new__(vllm_link.Link)
     link.model, link.qat = model, name
     link.accelerator = SimpleNamespace(unwrap_model=lambda model: model)
     for shards in (False, True):  # TRL itself would send the masters
@@ -305,7 +305,7 @@ def test_queries_keys_and_values_are_fed_one_and_the_same_tensor(monkeypatch):
     with torch.no_grad():
         model(**batch())
     assert len(seen) == 2 * 4  # of seven linears a layer: q, k and v have one input, gate and up another
-    assert all(fold.last is None for fold in qat.folds(model))
+    assert all(fold.latest_inputs is None for fold in qat.folds(model))
 
 
 def test_q_is_kept_in_the_dtype_of_the_forward_and_gradients_in_the_masters():

@@ -17,8 +17,9 @@ from qrl.errors import BadInput, QrlError
 from qrl.recipe import Rollout, Train
 from qrl.study import build
 from qrl.tracking import keys
-from qrl.train import Job, arguments, loop, policy, rollout, trl_private
+from qrl.train import Job, arguments, loop, policy, rollout
 from qrl.train.rollout import checks, engine_gap, memory, slot, sync, vllm_engine
+from qrl.train.trl.grpo import grpo_trainer
 
 pytestmark = pytest.mark.process
 
@@ -427,7 +428,7 @@ UNHEEDED = {
     ],
 )
 def test_a_wide_or_unmeasured_gap_is_told_before_the_first_step(settings, train, told):
-    known = checks.known(settings, train)
+    known = checks.startup_warnings(settings, train)
     assert known.keys() == told.keys() and all(re.search(told[name], known[name]) for name in told)
 
 
@@ -473,13 +474,13 @@ def test_fp8_is_left_to_the_nodes_where_a_study_starts_without_a_gpu(monkeypatch
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_vllm_is_missed_in_a_sentence():
     with pytest.raises(BadInput, match="vLLM is not installed in this environment"):
-        trl_private.grpo_trainer(VLLM)
+        grpo_trainer(VLLM)
 
 
 def test_transformers_rollouts_are_trls_own_trainer():
     from trl import GRPOTrainer
 
-    assert trl_private.grpo_trainer(Rollout()) is GRPOTrainer and rollout.arguments(Rollout()) == {}
+    assert grpo_trainer(Rollout()) is GRPOTrainer and rollout.arguments(Rollout()) == {}
 
 
 def test_the_correction_reaches_trl(tmp_path):

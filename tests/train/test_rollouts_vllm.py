@@ -53,7 +53,7 @@ if __name__ == "__main__":
     settings = Rollout(engine="vllm", gpu_memory_utilization=0.05, max_model_tokens=256)
     more = json.loads(sys.argv[5])
     size = {"sequences": len(prompts), "rank": 0, "world": 1}
-    engine = vllm_engine.create(base, settings, sleeps=False, whole=bool(more), **size)
+    engine = vllm_engine.create(base, settings, sleeps=False, raw_logprobs=bool(more), **size)
     for number in range(int(sys.argv[3])):
         vllm_engine.load(engine, iter(load_file(folder / f"{number}.safetensors").items()), reloads=False)
         sampled = vllm_engine.generate(engine, prompts, temperature=1.0, max_tokens=int(sys.argv[4]), more=more)

@@ -12,9 +12,10 @@ from qrl import checkpoint, tasks, tiny
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train
 from qrl.tasks import prompt
-from qrl.train import Job, arguments, distill, grpo, rollout, trl_private
+from qrl.train import Job, arguments, distill, grpo, rollout
 from qrl.train.monitor import watchers
 from qrl.train.rollout import vllm_engine
+from qrl.train.trl import vllm_link
 
 pytestmark = pytest.mark.process
 
@@ -75,7 +76,7 @@ def test_the_gap_of_a_truncated_distribution_is_refused_where_vllm_cannot_tell_t
 def test_an_engine_that_truncates_is_asked_for_the_whole_distributions_log_probabilities(key, monkeypatch):
     made = {}
     monkeypatch.setattr(vllm_engine, "create", lambda *given, **how: made.update(how))
-    link = trl_private.Link()
+    link = vllm_link.Link()
     link.mode, link.model, link.max_num_seqs = "colocate", SimpleNamespace(name_or_path="base"), 8
     link.accelerator = SimpleNamespace(process_index=0, num_processes=1, wait_for_everyone=lambda: None)
     link.trainer = SimpleNamespace(args=SimpleNamespace(seed=0))
@@ -85,7 +86,7 @@ def test_an_engine_that_truncates_is_asked_for_the_whole_distributions_log_proba
     for name, value in (usual | ({key: CHANGED[key]} if key else {})).items():
         setattr(link, name, value)
     link._init_vllm()
-    assert made["whole"] is bool(key)
+    assert made["raw_logprobs"] is bool(key)
 
 
 def test_a_colocated_engine_is_given_the_same_sampling(monkeypatch):
@@ -96,9 +97,9 @@ def test_a_colocated_engine_is_given_the_same_sampling(monkeypatch):
         return [[1]], [[-0.5]]
 
     monkeypatch.setattr(vllm_engine, "generate", generate)
-    link = trl_private.Link()
+    link = vllm_link.Link()
     link.enable_sleep_mode, link.llm, link.accelerator = False, None, SimpleNamespace(process_index=0)
-    link.temperature, link.max_completion_length, link.generation_kwargs, link._drawn = 1.0, 8, {}, (-1, 0)
+    link.temperature, link.max_completion_length, link.generation_kwargs, link._latest_rollout = 1.0, 8, {}, (-1, 0)
     link.trainer = SimpleNamespace(args=SimpleNamespace(seed=0), state=SimpleNamespace(global_step=0))
     for name, value in (CHANGED | {"logprobs": 0}).items():
         setattr(link, name, value)
@@ -190,7 +191,7 @@ def test_trl_hands_over_what_resampling_replaces():
     assert "self._generate(prompts)" in score and "self._calculate_rewards(inputs, prompts," in score
     assert list(inspect.signature(GRPOTrainer._generate).parameters) == ["self", "prompts"]
     returned = "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images"
-    assert returned in inspect.getsource(GRPOTrainer._generate), "adapt trl_private._resampling.per_completion"
+    assert returned in inspect.getsource(GRPOTrainer._generate), "adapt the positions in qrl.train.trl.grpo"
 
 
 def test_masked_completions_give_no_loss(tmp_path):
@@ -200,7 +201,7 @@ def test_masked_completions_give_no_loss(tmp_path):
 
 
 def test_throughput_counts_everything_that_was_sampled_since_it_was_last_asked(monkeypatch):
-    link = trl_private.Link()
+    link = vllm_link.Link()
     link.mode, link._llm_weights_sleeping, link.accelerator = "colocate", False, SimpleNamespace(num_processes=2)
     monkeypatch.setattr(link, "_sample", lambda prompts: (prompts, [[1, 2, 3]] * len(prompts), None, None))
     link._reset()
@@ -208,4 +209,4 @@ def test_throughput_counts_everything_that_was_sampled_since_it_was_last_asked(m
     link.generate([[0]] * 2, None, 2)  # groups sampled again
     link.seconds = {"sync": 1.0, "generate": 3.0}
     assert link.speed() == {"sync_s": 1.0, "generate_s": 3.0, "completions_per_s": 3.0, "tokens_per_s": 9.0}
-    assert link.made == {"completions": 0, "tokens": 0}
+    assert link.counts == {"completions": 0, "tokens": 0}

@@ -35,7 +35,8 @@ from qrl import process, tiny
 process.settle()
 from qrl.engine import pretrained
 from qrl.errors import BadInput, QrlError
-from qrl.train import distill, parallel, sharded, trl_private
+from qrl.train import distill, parallel, sharded
+from qrl.train.trl import distillation
 from qrl.train.qat import linear, prepare
 from qrl.train.qat.fold import folds
 from qrl.train.rollout import codes, sync
@@ -127,7 +128,7 @@ def same_sync():
         wanted = list(wanted)  # both generators turn gradients off while they run
         for (ours, sends), (theirs, wants) in zip(sent, wanted, strict=True):
             assert ours == theirs and sends.dtype == wants.dtype and sends.equal(wants), ours
-    assert not any(fold.passing for fold in folds(parts)), "kept"
+    assert not any(fold.pending for fold in folds(parts)), "kept"
 
 
 one, parts = laid_out(False), laid_out(True)
@@ -178,11 +179,11 @@ teacher = local.shard(lambda: pretrained.load(tiny.PATH, dtype=torch.float32).re
 
 
 def distilled(model):
-    score = functools.partial(trl_private._logits, stands, ids=ids, mask=mask, valid=valid)
+    score = functools.partial(distillation._logits, stands, ids=ids, mask=mask, valid=valid)
     with autocast:
         with torch.no_grad():
-            likeliest = local.likeliest(trl_private.redirect(teacher, lambda _: score(teacher), ids), 16)
-        student = trl_private.redirect(model, lambda _: score(model), ids)
+            likeliest = local.likeliest(distillation.redirect(teacher, lambda _: score(teacher), ids), 16)
+        student = distillation.redirect(model, lambda _: score(model), ids)
         loss = distill.divergence(student, likeliest, reverse=0.5).mean()
     loss.backward()
     return loss.detach(), {path: whole(weight.grad) for path, weight in model.named_parameters()}

@@ -12,7 +12,7 @@ from qrl import checkpoint, tasks, tiny
 from qrl.engine import hf
 from qrl.recipe import Rollout, Train, Watch
 from qrl.tasks import prompt
-from qrl.train import Job, distill, grpo, sharded, trl_private
+from qrl.train import Job, distill, grpo, rollout, sharded
 from qrl.train.qat.linear import attach
 from qrl.train.rollout import slot, sync, vllm_engine
 
@@ -34,17 +34,17 @@ def test_the_link_to_vllm_has_the_methods_that_are_replaced_and_the_attributes_t
     from trl.generation.vllm_generation import VLLMGeneration
 
     assert parameters(VLLMGeneration.generate) == ["self", "prompts", "images", "num_generations", "profiler"], (
-        "TRL's VLLMGeneration.generate has other arguments: adapt trl_private.Link.generate."
+        "TRL's VLLMGeneration.generate has other arguments: adapt vllm_link.Link.generate."
     )
     for name in ("_init_vllm", "_iter_named_params", "sync_weights"):
         assert parameters(getattr(VLLMGeneration, name)) == ["self"], (
-            f"TRL's VLLMGeneration.{name} is missing or has arguments: adapt trl_private.Link.{name}."
+            f"TRL's VLLMGeneration.{name} is missing or has arguments: adapt vllm_link.Link.{name}."
         )
     passed = {"model", "accelerator", "processing_class", "mode", "server_base_url", "server_timeout", "group_port"}
     passed |= {"max_num_seqs", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_completion_length"}
     passed |= {"logprobs", "generation_kwargs"}
     missing = passed - set(parameters(VLLMGeneration.__init__))
-    assert not missing, f"TRL's VLLMGeneration does not accept {missing}: adapt trl_private.link."
+    assert not missing, f"TRL's VLLMGeneration does not accept {missing}: adapt vllm_link.link."
     for name in (
         "model",
         "accelerator",
@@ -55,7 +55,7 @@ def test_the_link_to_vllm_has_the_methods_that_are_replaced_and_the_attributes_t
         "logprobs",
         "_dist",
     ):
-        assert assigned(VLLMGeneration, name), f"TRL's VLLMGeneration does not set {name}: trl_private.Link reads it."
+        assert assigned(VLLMGeneration, name), f"TRL's VLLMGeneration does not set {name}: vllm_link.Link reads it."
     init = inspect.getsource(VLLMGeneration.__init__).rstrip()
     assert init.endswith("self._init_vllm()"), "TRL's VLLMGeneration calls _init_vllm before its attributes are set."
     assert "self._iter_named_params()" in inspect.getsource(VLLMGeneration.sync_weights), (
@@ -73,10 +73,10 @@ def test_weights_that_fsdp_wraps_in_no_layer_can_be_gathered():
     from trl.distributed import DistributedBackend
 
     assert parameters(DistributedBackend.summon_full_params) == ["self", "module", "kwargs"], (
-        "TRL's DistributedBackend.summon_full_params has other arguments: adapt trl_private.unsharded."
+        "TRL's DistributedBackend.summon_full_params has other arguments: adapt trl.grpo.unsharded."
     )
     assert "is_fsdp" in inspect.getsource(DistributedBackend), (
-        "TRL's DistributedBackend has no is_fsdp: adapt trl_private.Link._iter_named_params."
+        "TRL's DistributedBackend has no is_fsdp: adapt vllm_link.Link._iter_named_params."
     )
 
 
@@ -84,11 +84,11 @@ def test_a_distillation_computes_its_loss_in_one_method_from_last_hidden_states(
     from trl import DistillationTrainer
 
     assert parameters(DistillationTrainer._compute_loss)[1:] == ["unwrapped_student", "inputs", "num_items_in_batch"], (
-        "TRL's DistillationTrainer._compute_loss has other arguments: adapt trl_private.distillation_trainer."
+        "TRL's DistillationTrainer._compute_loss has other arguments: adapt trl.distillation."
     )
     first = ["unwrapped_model", "input_ids", "attention_mask", "logits_to_keep"]
     assert parameters(DistillationTrainer._get_last_hidden_state)[1:5] == first, (
-        "TRL's DistillationTrainer._get_last_hidden_state has other arguments: adapt trl_private.distillation_trainer."
+        "TRL's DistillationTrainer._get_last_hidden_state has other arguments: adapt trl.distillation."
     )
     for name in ("temperature", "_forward_redirection"):
         assert assigned(DistillationTrainer, name), f"TRL's DistillationTrainer does not set {name}."
@@ -148,8 +148,8 @@ class FakeEngine:
 @pytest.fixture
 def engine(monkeypatch):
     fake = FakeEngine([])
-    monkeypatch.setattr(trl_private.sampling, "check_installed", lambda settings: None)
-    monkeypatch.setattr(trl_private.sampling, "check", lambda *args: None)
+    monkeypatch.setattr(rollout, "check_installed", lambda settings: None)
+    monkeypatch.setattr(rollout, "check", lambda *args: None)
     monkeypatch.setattr(vllm_engine, "create", lambda *args, **kwargs: fake)
     monkeypatch.setattr(vllm_engine, "load", fake.load)
     monkeypatch.setattr(vllm_engine, "generate", fake.generate)
@@ -239,8 +239,8 @@ def test_a_server_is_sent_what_the_loss_multiplies_by_and_asked_for_whole_groups
     from trl.generation import vllm_generation
 
     client = FakeClient()
-    monkeypatch.setattr(trl_private.sampling, "check_installed", lambda settings: None)
-    monkeypatch.setattr(trl_private.sampling, "check", lambda *args: None)
+    monkeypatch.setattr(rollout, "check_installed", lambda settings: None)
+    monkeypatch.setattr(rollout, "check", lambda *args: None)
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "VLLMClient", lambda **_: client, raising=False)
     settings = SMALL.model_copy(
@@ -252,8 +252,9 @@ def test_a_server_is_sent_what_the_loss_multiplies_by_and_asked_for_whole_groups
     served = Rollout(engine="vllm", mode="server", server="http://a:1")
     probes = {"watch": Watch(probe_every=2, probe_n=4), "probed": questions[16:]}
     history = grpo.run(Job(settings=settings, rollout=served, **data, **where, **probes)).history
-    probe, rollout = ["sync", "reset", "generate"], ["sync", "reset", "generate"]
-    assert client.calls == probe + rollout * 2 + probe and client.asked == [None, 0, 0, None]
+    probe_calls = ["sync", "reset", "generate"]
+    rollout_calls = ["sync", "reset", "generate"]
+    assert client.calls == probe_calls + rollout_calls * 2 + probe_calls and client.asked == [None, 0, 0, None]
     scales = [name for name in client.announced[0] if name.endswith("input_global_scale")]
     assert len(scales) == (28 if qat == "nvfp4-a4" else 0), "the rounding of activations needs a scale of each linear"
     assert client.announced[0][: len(scales)] == scales and client.announced == client.announced[:1] * 4

@@ -366,7 +366,7 @@ def merger(tmp_path, monkeypatch):
 @pytest.mark.process
 def test_verls_last_checkpoint_becomes_a_checkpoint_beside_the_bases_own_files(merger, tmp_path):
     base, made = checkpoint.check(tiny.PATH), replace(job(tmp_path / "work", n=1), out=tmp_path / "model")
-    training.merge(base, made)
+    training.merge(base, base.digest, made)
     assert checkpoint.check(made.out).dtype == base.dtype and checkpoint.digest(made.out) != base.digest
     before, after = dict(checkpoint.tensors(tiny.PATH)), dict(checkpoint.tensors(made.out))
     assert before.keys() == after.keys() and all(torch.equal(after[name], 2 * before[name]) for name in before)
@@ -386,7 +386,7 @@ def test_an_adapter_of_verls_is_an_adapter_that_merges_into_the_base(merger, tmp
             weights[f"{prefix}B.weight"] = torch.ones(module.out_features, 16) / 2**10
     save_file(weights, merger / "adapter.safetensors", metadata={"format": "pt"})
     made = replace(job(tmp_path / "work", loaded, n=1), out=tmp_path / "adapter")
-    training.merge(base, made)
+    training.merge(base, base.digest, made)
     config = json.loads((made.out / "adapter_config.json").read_text())
     wanted = {"r": 16, "lora_alpha": 32, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
     assert {key: config[key] for key in wanted} == wanted
@@ -405,7 +405,7 @@ def test_a_merge_that_fails_is_a_sentence_and_leaves_no_model(merger, tmp_path):
     (merger / "broken").touch()
     made = replace(job(tmp_path / "work", n=1), out=tmp_path / "model")
     with pytest.raises(QrlError, match=r"verl\.model_merger ended with exit code 1: RuntimeError: shard 1 of 2"):
-        training.merge(checkpoint.check(tiny.PATH), made)
+        training.merge(checkpoint.check(tiny.PATH), "", made)
     assert not made.out.exists()
 
 

@@ -147,7 +147,7 @@ def test_verls_merger_makes_a_checkpoint_of_verls_shards(method, processes, pyth
     (work := tmp_path / "work").mkdir()
     saved(python, work, method, processes)
     base, made = checkpoint.check(tiny.PATH), replace(job(work, n=1), out=tmp_path / "model")
-    training.merge(base, made)
+    training.merge(base, base.digest, made)
     assert checkpoint.check(made.out).dtype == base.dtype
     before, after = dict(checkpoint.tensors(tiny.PATH)), dict(checkpoint.tensors(made.out))
     assert before.keys() == after.keys() and all(torch.equal(after[name], 2 * before[name]) for name in before)
@@ -161,7 +161,7 @@ def test_verls_merger_makes_an_adapter_that_merges_into_the_base(processes, pyth
     saved(python, work, "lora", processes)
     loaded = settings(train__method="lora", train__dtype="fp32", train__lora_targets="q_proj")
     made = replace(job(work, loaded, n=1), out=tmp_path / "adapter")
-    training.merge(checkpoint.check(tiny.PATH), made)
+    training.merge(checkpoint.check(tiny.PATH), "", made)
     whole = merging.run(tiny.PATH, made.out, tmp_path / "whole", [[5, 6, 7]], max_kl=1.0, into="auto", device="cpu")
     before, after = dict(checkpoint.tensors(tiny.PATH)), dict(checkpoint.tensors(whole.path))
     assert before.keys() == after.keys()
@@ -177,7 +177,7 @@ def test_a_shard_that_is_missing_is_a_sentence(python, tmp_path):
     next(work.rglob("model_world_size_2_rank_1.pt")).unlink()
     made = replace(job(work, n=1), out=tmp_path / "model")
     with pytest.raises(QrlError, match=r"verl\.model_merger ended with exit code 1: .*model_world_size_2_rank_1\.pt"):
-        training.merge(checkpoint.check(tiny.PATH), made)
+        training.merge(checkpoint.check(tiny.PATH), "", made)
     assert not made.out.exists()
 
 

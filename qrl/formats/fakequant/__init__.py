@@ -1,7 +1,11 @@
 """Fake quantization: the rounding that quantization-aware training computes with, in compressed-tensors' arithmetic.
 
-Public: `rounding.scheme`, `rounding.FORMATS` (what a format is), `rounding.folded` (Q(W), eager), `fused.folded`,
-`fused.activations` (the same as training calls them, by one `kernel` on a GPU); `operation.rounded` (activations as one
-operation of torch, for engines); `linears.covered`, `linears.check_fit` (which linears a format quantizes),
-`linears.read_activation_scales` and `write_activation_scales`.
+From what a format is to what training calls, each file knows those above it:
+
+- `presets`: the formats with a name; `file`: a format in a YAML file.
+- `rounding`: `scheme` of either, and the arithmetic, eager: `folded` is Q(W), `activations` rounds a linear's inputs.
+- `kernel`: the same arithmetic in one pass over memory on a GPU; `fused`: the kernel where it equals the eager
+  functions, as training calls it.
+- `operation`: `rounded`, activations as one operation of torch, for engines.
+- `linears`: which linears of a model a format covers, and the calibrated scales of their inputs in a file.
 """

@@ -31,10 +31,19 @@ def folded(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: to
     """Return `rounding.folded` of many groups of matrices, all of one dtype and on one device, computed together."""
     groups = [[weight.detach() for weight in weights] for weights in groups]
     with _without_autocast(groups[0][0]):
-        fit = [weights for weights in groups if all(map(_fits, weights)) and _is_proven(weights, args, dtype)]
-        results = _fused(fit, args, dtype) if fit else []
-        by_kernel = {id(weights): result for weights, result in zip(fit, results, strict=True)}
-        return [by_kernel.get(id(weights)) or rounding.folded(weights, args, dtype) for weights in groups]
+        results: list[Folded | None] = [None] * len(groups)
+        for_kernel = [index for index, weights in enumerate(groups) if _kernel_can_fold(weights, args, dtype)]
+        if for_kernel:
+            kernel_results = _fused([groups[index] for index in for_kernel], args, dtype)
+            for index, result in zip(for_kernel, kernel_results, strict=True):
+                results[index] = result
+        return [
+            result or rounding.folded(weights, args, dtype) for weights, result in zip(groups, results, strict=True)
+        ]
+
+
+def _kernel_can_fold(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype) -> bool:
+    return all(map(_fits, weights)) and _is_proven(weights, args, dtype)
 
 
 def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -51,24 +60,30 @@ def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | N
 def by_kernel(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None, dtype: torch.dtype) -> bool:
     """Return whether the kernel rounds contiguous inputs (..., I) on a GPU as the eager functions do."""
 
-    def fused() -> Tensor:
+    def run_kernel() -> Tensor:
         from qrl.formats.fakequant import kernel
 
         return kernel.activations(inputs, args, dtype, global_scale)
 
     key = ("activations", _name(args), inputs.shape[-1], inputs.dtype, dtype, inputs.device)
-    return _equals_eager(key, fused, lambda: rounding.activations(inputs.to(dtype), args, global_scale))
+    return _equals_eager(key, run_kernel, lambda: rounding.activations(inputs.to(dtype), args, global_scale))
 
 
 def _fused(groups: Sequence[Sequence[Tensor]], args: QuantizationArgs, dtype: torch.dtype) -> list[Folded]:
     from qrl.formats.fakequant import kernel
 
     sizes = [len(weights) for weights in groups]
-    owners = tuple(group for group, size in enumerate(sizes) for _ in range(size))
+    matrices = [weight for weights in groups for weight in weights]
+    group_of: list[int] = []  # of each matrix
+    for group, size in enumerate(sizes):
+        group_of += [group] * size
     largest = _largest(groups)
-    scales = _global_scales(largest, owners) if args.strategy == "tensor_group" else None
-    rounded = iter(kernel.folded([weight for weights in groups for weight in weights], args, dtype, scales, owners))
-    return [(list(islice(rounded, size)), part) for size, part in zip(sizes, largest.split(sizes), strict=True)]
+    scales = _global_scales(largest, tuple(group_of)) if args.strategy == "tensor_group" else None
+    rounded = iter(kernel.folded(matrices, args, dtype, scales, group_of))
+    return [
+        (list(islice(rounded, size)), group_largest)
+        for size, group_largest in zip(sizes, largest.split(sizes), strict=True)
+    ]
 
 
 def _fits(weight: Tensor) -> bool:
@@ -77,18 +92,20 @@ def _fits(weight: Tensor) -> bool:
 
 def _largest(groups: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the largest |w| of every matrix, in one pass over all of them; NaN where there is one."""
-    return torch.stack(torch._foreach_norm([weight for weights in groups for weight in weights], math.inf))
+    matrices = [weight for weights in groups for weight in weights]
+    return torch.stack(torch._foreach_norm(matrices, math.inf))
 
 
-def _global_scales(largest: Tensor, owners: tuple[int, ...]) -> Tensor:
+def _global_scales(largest: Tensor, group_of: tuple[int, ...]) -> Tensor:
     """Return NVFP4's scale of each group, (G,) float32, from the largest |w| of M matrices, and each one's group."""
-    shared = largest.new_zeros(owners[-1] + 1).scatter_reduce_(0, _on_device(owners, largest.device), largest, "amax")
-    return torch.vmap(rounding.global_scale)(shared).squeeze(1)
+    groups = group_of[-1] + 1
+    group_largest = largest.new_zeros(groups).scatter_reduce_(0, _on_device(group_of, largest.device), largest, "amax")
+    return torch.vmap(rounding.global_scale)(group_largest).squeeze(1)
 
 
 @functools.lru_cache
-def _on_device(owners: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(owners).to(device)
+def _on_device(indices: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(indices).to(device)
 
 
 def _is_proven(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype) -> bool:
@@ -100,12 +117,12 @@ def _name(args: QuantizationArgs) -> tuple:
     return args.type, args.num_bits, args.strategy, args.group_size, str(args.block_structure), args.scale_dtype
 
 
-def _equals_eager(key: tuple, fused: Callable, eager: Callable) -> bool:
+def _equals_eager(key: tuple, run_kernel: Callable, run_eager: Callable) -> bool:
     """Return whether the kernel's result equals the eager one, compared the first time that a key comes up."""
     if key not in _proven:
         try:
             with torch.no_grad(), torch.autocast("cuda", enabled=False):
-                pairs = list(zip(_tensors(fused()), _tensors(eager()), strict=True))
+                pairs = list(zip(_tensors(run_kernel()), _tensors(run_eager()), strict=True))
             equal = all(ours.dtype == theirs.dtype and torch.equal(ours, theirs) for ours, theirs in pairs)
             reason = "" if equal else "the kernel's values differ from eager ones"
         except Exception as error:  # whatever a missing Triton, or a card that it does not know, raises

@@ -1,4 +1,4 @@
-"""Which linears of a model a format covers, and the calibrated activation scales beside its masters.
+"""Which linears of a model a format covers, and the file of calibrated activation scales next to its masters.
 
 Training and storing use the same answer, so that what is trained in few bits is stored in few bits.
 """
@@ -31,7 +31,8 @@ def covered(model: PreTrainedModel, name: str) -> dict[str, nn.Linear]:
     from torch import nn
 
     check_architecture(model)
-    head, attention_only = model.get_output_embeddings(), name.endswith("-attention")
+    head = model.get_output_embeddings()
+    attention_only = name.endswith("-attention")
     linears = {}
     for path, module in model.named_modules():
         owner = type(model.get_submodule(path.rpartition(".")[0])).__name__
@@ -63,20 +64,27 @@ def check_architecture(model: PreTrainedModel, *, transposed: bool = False) -> N
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    kind = model.config.model_type
-    classes = {type(module).__name__.lower() for module in model.modules()}
-    unfit = "has Mamba layers" if any("mamba" in name or "ssm" in name for name in classes) else ""
+    model_type = model.config.model_type
+    class_names = {type(module).__name__.lower() for module in model.modules()}
+    problem = ""
     if any(getattr(model.config, key, None) for key in _EXPERTS):
-        unfit = "is a mixture of experts"
-    if unfit:
-        supported = "neither training nor storing in few bits supports here"
-        raise BadInput(f"{kind} {unfit}, which {supported}: use a dense transformer.")
-    holders = (nn.Linear, nn.Embedding, *((Conv1D,) if transposed else ()))
+        problem = "is a mixture of experts"
+    elif any("mamba" in name or "ssm" in name for name in class_names):
+        problem = "has Mamba layers"
+    if problem:
+        raise BadInput(
+            f"{model_type} {problem}, which neither training nor storing in few bits supports here: use a dense "
+            "transformer."
+        )
+
+    supported_classes = (nn.Linear, nn.Embedding, Conv1D) if transposed else (nn.Linear, nn.Embedding)
     for path, module in model.named_modules():
         matrices = [name for name, weight in module.named_parameters(recurse=False) if weight.ndim > 1]
-        if matrices and not isinstance(module, holders):
-            place = f"{path}.{matrices[0]} of {kind} is in a {type(module).__name__}, not in a Linear"
-            raise BadInput(f"{place}, and would silently stay in full precision: use a dense transformer.")
+        if matrices and not isinstance(module, supported_classes):
+            raise BadInput(
+                f"{path}.{matrices[0]} of {model_type} is in a {type(module).__name__}, not in a Linear, and would "
+                "silently stay in full precision: use a dense transformer."
+            )
 
 
 def needs_calibration(name: str) -> bool:
@@ -86,7 +94,7 @@ def needs_calibration(name: str) -> bool:
 
 
 def write_activation_scales(folder: Path, scales: dict[str, float]) -> None:
-    """Write scales, as compressed-tensors stores them, beside a checkpoint; they are read back bit for bit."""
+    """Write scales, as compressed-tensors stores them, into a checkpoint's folder; they are read back bit for bit."""
     with written_whole(folder / SCALES) as file:
         file.write_text(json.dumps(scales, indent=1) + "\n")
 

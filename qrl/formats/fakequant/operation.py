@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from qrl.formats.fakequant import fused, rounding
+from qrl.formats.fakequant import fused, presets, rounding
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
@@ -43,7 +43,7 @@ def _(inputs: Tensor, spec: str, global_scale: Tensor | None) -> Tensor:
 @functools.lru_cache
 def arguments(spec: str) -> QuantizationArgs:
     """Return a format's rounding of inputs from its JSON text."""
-    return rounding.library().QuantizationArgs.model_validate_json(spec)
+    return presets.library().QuantizationArgs.model_validate_json(spec)
 
 
 def engine_config(name: str) -> dict[str, Any] | None:

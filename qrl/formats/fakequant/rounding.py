@@ -14,28 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qrl import names
 from qrl.errors import BadInput
 from qrl.formats import groups
+from qrl.formats.fakequant import file, presets
 
 if TYPE_CHECKING:
     import torch
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from torch import Tensor, nn
 
-# Recipe's name → preset of compressed-tensors and vLLM; they have none for int8, int3 and int2.
-PRESETS = {
-    "int8": None,  # per output channel; activations not rounded
-    "int8-attention": None,  # the same for attention only: the scope of study 002's straight-through arm
-    "int4": "W4A16",  # groups of quantize.group_size
-    "nvfp4-a16": "NVFP4A16",  # blocks of 16 with FP8 scales, one scale per tensor; activations not rounded
-    "nvfp4-a4": "NVFP4",  # activations too: blocks of 16 scaled dynamically, one calibrated scale per tensor
-    "fp8": "FP8_DYNAMIC",  # per output channel; activations per token, scaled dynamically
-    "mxfp4": "MXFP4A16",  # blocks of 32, scales are powers of two; activations not rounded
-    "int3": None,  # the same groups; no kernel of vLLM runs these codes
-    "int2": None,
-}
-FORMATS = tuple(PRESETS)
+FORMATS = presets.FORMATS  # what `scheme` knows by name
 Folded = tuple[list["Tensor"], "Tensor"]  # Q(W) of M matrices, and each one's largest |w|, (M,)
 
 
@@ -51,47 +39,26 @@ def scheme(name: str, group_size: int = groups.USUAL) -> QuantizationScheme:
             compressed-tensors is not installed.
     """
     if name.endswith(".yaml"):
-        from qrl.formats.fakequant import file
-
         return file.read(Path(name))
-    if name not in PRESETS:
-        raise BadInput(f"There is no format '{name}' to train in: expected one of {', '.join(FORMATS)}, or FILE.yaml.")
-    quantization = library()
-    if (preset := PRESETS[name]) is not None:
-        scheme = quantization.preset_name_to_scheme(preset, ["Linear"])
-        if name in names.GROUPED_FORMATS:
-            scheme.weights = scheme.weights.model_copy(update={"group_size": group_size})
-        return scheme
-    bits = int(name.removeprefix("int")[0])
-    grid = {"strategy": "channel"} if bits == 8 else {"strategy": "group", "group_size": group_size}
-    weights = quantization.QuantizationArgs(num_bits=bits, type="int", symmetric=True, **grid)
-    return quantization.QuantizationScheme(targets=["Linear"], weights=weights)
-
-
-def library():
-    """Return compressed-tensors' module of quantization functions; raise BadInput where it is not installed."""
-    try:
-        from compressed_tensors import quantization
-    except ImportError:
-        lacking = "Quantization-aware training needs compressed-tensors, which is not installed here"
-        raise BadInput(f"{lacking}: run the step in an environment that has it, or set train.qat=none.") from None
-    return quantization
+    return presets.scheme(name, group_size)
 
 
 def check_width(name: str, linear: nn.Linear, args: QuantizationArgs) -> None:
     """Raise BadInput, with the linear's name, where groups do not divide its inputs, or blocks its matrix."""
-    shape, in_features = [linear.out_features, linear.in_features], linear.in_features
+    shape = (linear.out_features, linear.in_features)
     if args.block_structure and any(size % side for size, side in zip(shape, args.block_structure, strict=True)):
         blocks = " × ".join(map(str, args.block_structure))
         raise BadInput(
             f"Layer {name} is {shape[0]} × {shape[1]}, which blocks of {blocks} do not divide: choose others."
         )
-    if args.group_size and in_features % args.group_size:
-        unfit = f"Layer {name} has {in_features} inputs, which groups of {args.group_size} do not divide"
+    if args.group_size and linear.in_features % args.group_size:
         advice = "a format with scales per channel (int8, fp8), or one with smaller groups (mxfp4: 32, nvfp4: 16)"
-        if args.type == "int" and groups.fitting([in_features]):
+        if args.type == "int" and groups.fitting([linear.in_features]):
             advice = f"smaller groups (quantize.group_size = auto, or weights.group_size in your FILE.yaml), {advice}"
-        raise BadInput(f"{unfit}: choose {advice}.")
+        raise BadInput(
+            f"Layer {name} has {linear.in_features} inputs, which groups of {args.group_size} do not divide: choose "
+            f"{advice}."
+        )
 
 
 def scales(weights: Sequence[Tensor], args: QuantizationArgs) -> tuple[list[Tensor], Tensor | None, Tensor]:
@@ -107,14 +74,14 @@ def scales(weights: Sequence[Tensor], args: QuantizationArgs) -> tuple[list[Tens
     """
     import torch
 
-    groups = [_sharing(weight.detach(), args) for weight in weights]
-    extremes = [(group.amin(-1), group.amax(-1)) for group in groups]
+    grouped_weights = [_grouped(weight.detach(), args) for weight in weights]
+    extremes = [(group.amin(-1), group.amax(-1)) for group in grouped_weights]
     largest = torch.stack([(-low.amin()).maximum(high.amax()) for low, high in extremes])
-    shared = global_scale(largest.amax()) if args.strategy == "tensor_group" else None
-    return [_qparams(low, high, args, shared) for low, high in extremes], shared, largest
+    common_scale = global_scale(largest.amax()) if args.strategy == "tensor_group" else None
+    return [_qparams(low, high, args, common_scale) for low, high in extremes], common_scale, largest
 
 
-def _sharing(weight: Tensor, args: QuantizationArgs) -> Tensor:
+def _grouped(weight: Tensor, args: QuantizationArgs) -> Tensor:
     """Return a matrix with the weights that share a scale in the last dimension."""
     if args.strategy == "tensor":
         return weight.reshape(1, -1)
@@ -125,7 +92,7 @@ def _sharing(weight: Tensor, args: QuantizationArgs) -> Tensor:
     return weight.unflatten(-1, (-1, args.group_size or weight.shape[-1]))
 
 
-def _qparams(low: Tensor, high: Tensor, args: QuantizationArgs, shared: Tensor | None = None) -> Tensor:
+def _qparams(low: Tensor, high: Tensor, args: QuantizationArgs, common_scale: Tensor | None = None) -> Tensor:
     """Return the scales of groups with these extremes, computed on a CPU.
 
     compressed-tensors 0.17, which vLLM 0.31 pins, divides by a Python number. A GPU then multiplies by its reciprocal,
@@ -133,34 +100,47 @@ def _qparams(low: Tensor, high: Tensor, args: QuantizationArgs, shared: Tensor |
     """
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    shared = None if shared is None else shared.cpu()
-    return calculate_qparams(low.cpu(), high.cpu(), args, global_scale=shared)[0].to(low.device)
+    if common_scale is not None:
+        common_scale = common_scale.cpu()
+    group_scales, _ = calculate_qparams(low.cpu(), high.cpu(), args, global_scale=common_scale)
+    return group_scales.to(low.device)
 
 
 def values(
-    weight: Tensor, args: QuantizationArgs, scale: Tensor, shared: Tensor | None, dtype: torch.dtype | None = None
+    weight: Tensor, args: QuantizationArgs, scale: Tensor, common_scale: Tensor | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return the matrix (O, I) that a weight's codes stand for, in `dtype`; default: the weight's.
+    """Return the matrix (O, I) that the codes of a weight encode, in `dtype`; default: the weight's.
 
     A narrower one rounds the scale first and then the product, as when a checkpoint of these codes is loaded in it.
     Four-bit floats are always rounded to bfloat16, as compressed-tensors unpacks them.
+
+    Args:
+        weight: (O, I).
+        args: of the format's weights.
+        scale: of the weight's groups, from `scales`.
+        common_scale: NVFP4's global scale, from `scales`.
+        dtype: of the result.
     """
     import torch
 
-    weight, dtype = weight.detach(), dtype or weight.dtype
+    weight = weight.detach()
+    dtype = dtype or weight.dtype
     if args.type == "float" and args.num_bits == 4:
-        rounded = library().fake_quantize(weight, scale, None, args, global_scale=shared)
+        rounded = presets.library().fake_quantize(weight, scale, None, args, global_scale=common_scale)
         return rounded.to(torch.bfloat16).to(dtype)
     if dtype == weight.dtype:
-        return library().fake_quantize(weight, scale, None, args)
-    codes = library().quantize(weight, scale, None, args)
-    return library().dequantize(codes, scale.to(dtype), None, args, dtype=dtype)
+        return presets.library().fake_quantize(weight, scale, None, args)
+    codes = presets.library().quantize(weight, scale, None, args)
+    return presets.library().dequantize(codes, scale.to(dtype), None, args, dtype=dtype)
 
 
 def folded(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype | None = None) -> Folded:
     """Return Q(W), the `values` of M matrices under their `scales`; `dtype` as for `values`."""
-    own, shared, largest = scales(weights, args)
-    return [values(weight, args, scale, shared, dtype) for weight, scale in zip(weights, own, strict=True)], largest
+    group_scales, common_scale, largest = scales(weights, args)
+    quantized = [
+        values(weight, args, scale, common_scale, dtype) for weight, scale in zip(weights, group_scales, strict=True)
+    ]
+    return quantized, largest
 
 
 def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None) -> Tensor:
@@ -180,7 +160,7 @@ def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | N
         scale = _qparams(tokens.amin(-1, keepdim=True), tokens.amax(-1, keepdim=True), args)
     else:
         scale, _ = compute_dynamic_scales_and_zp(tokens, args, None, global_scale=global_scale)
-    rounded = library().fake_quantize(tokens, scale, None, args, global_scale=global_scale)
+    rounded = presets.library().fake_quantize(tokens, scale, None, args, global_scale=global_scale)
     return rounded.reshape(inputs.shape).to(inputs.dtype)
 
 

@@ -34,33 +34,39 @@ def of_hub(split: str, mirror: Path | None = None) -> Iterator[rows.Row]:
         return
     texts = {_squeezed(row["problem"]) for _, row in heldout}
     for subject, part in itertools.product(SUBJECTS, ("train", "test")):
-        for where, row in rows.of_hub(WHOLE, subject, part, mirror):
+        for location, row in rows.of_hub(WHOLE, subject, part, mirror):
             if _squeezed(row["problem"]) not in texts:
-                yield where, row
+                yield location, row
 
 
-def question(name: str, where: str, row: dict[str, Any]) -> Question:
+def question(name: str, location: str, row: dict[str, Any]) -> Question:
     """Return the question of a row with `problem` and `solution`, `answer` or both, or with `question` and `answer`.
 
     Raises:
-        BadInput: a text is missing, or the answer is neither given nor boxed; `where` names the row.
+        BadInput: a text is missing, or the answer is neither given nor boxed; `location` names the row.
     """
     problem = _text(row.get("problem")) or _text(row.get("question"))
-    answer, solution = _text(row.get("answer")), _text(row.get("solution"))
+    answer = _text(row.get("answer"))
+    solution = _text(row.get("solution"))
     if problem is None:
-        raise BadInput(f"{where}: 'problem' (or 'question') is missing or not a text: each row needs it.")
+        raise BadInput(f"{location}: 'problem' (or 'question') is missing or not a text: each row needs it.")
     if answer is None and solution is None:
-        raise BadInput(f"{where}: 'solution' and 'answer' are missing or not texts: each row needs one of them.")
+        raise BadInput(f"{location}: 'solution' and 'answer' are missing or not texts: each row needs one of them.")
     worked = _boxed(solution or answer)
     is_boxed = bool(latex.boxes(worked))
     if not is_boxed and answer is None:
-        raise BadInput(f"{where}: 'solution' has no boxed answer and there is no 'answer': add either.")
+        raise BadInput(f"{location}: 'solution' has no boxed answer and there is no 'answer': add either.")
+
+    # An answer of its own precedes the box of a worked solution; without a solution, the answer may be a worked one.
+    stated = answer if solution and answer else worked
     try:
-        gold = verdict.gold(answer if solution and answer else worked)
+        gold = verdict.gold(stated)
     except BadInput as error:
-        raise BadInput(f"{where}: {error}") from None
+        raise BadInput(f"{location}: {error}") from None
     if not is_boxed:
-        worked = f"{worked}\n\n\\boxed{{{gold}}}" if solution else f"\\boxed{{{gold}}}"
+        box = f"\\boxed{{{gold}}}"
+        worked = f"{worked}\n\n{box}" if solution else box
+
     # MATH writes `Level 5`, and `Level ?` for two of its problems; MATH-500 writes 5.
     level = _LEVEL.fullmatch(str(row.get("level")).strip())
     subject = _text(row.get("subject", row.get("type")))
@@ -79,4 +85,6 @@ def _squeezed(problem: str) -> str:
 def _text(value: Any) -> str | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
-    return value.strip() if isinstance(value, str) and value.strip() else None
+    if not isinstance(value, str):
+        return None
+    return value.strip() or None

@@ -16,7 +16,7 @@ _SIGNS = str.maketrans(
     | {"\u222a": r"\cup ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2208": r"\in ", "\u00b1": r"\pm "}
     | {"\u00b0": r"^\circ "}
 )
-_SPELLINGS = [
+_SPELLING_RULES = [  # pattern → spelling, in this order
     (r"\\(?:left|right|big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\.?|\\(?:displaystyle|textstyle)(?![A-Za-z])|\\!", ""),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\frac ?(\d) ?(\d)", r"\\frac{\1}{\2}"),
@@ -34,7 +34,7 @@ _SPELLINGS = [
     (r" +", " "),
     (r" ?([^\w\s\\{}]) ?", r"\1"),
 ]
-_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in _SPELLINGS]
+_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in _SPELLING_RULES]
 _NESTED = re.compile(r"\\(?:boxed|fbox) ?\{(.*)\}")
 
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
@@ -56,6 +56,7 @@ _RETRACTS = re.compile(
 _SUCH_THAT = re.compile(r":|\\(?:mid|colon|vert)(?![A-Za-z])|\|")  # math-verify equates `\{x:x\}` with 1 and \infty
 _EITHER_SIGN = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _ONE_SET = re.compile(r"[(\[]|\\mathbb|\\infty")  # an interval, a point, all numbers: not a list of two signs
+_SEVERAL_VALUES = re.compile(r",|\\(?:pm|cup)(?![A-Za-z])")
 _THOUSANDS = re.compile(r"\d ?\\(?:text|mathrm)\{ ?k ?\}")
 _COMMANDS = re.compile(r"\\(?:text|mathrm|mathbf)\{[^{}]*\}|\\[A-Za-z]+")
 
@@ -66,10 +67,14 @@ def boxes(text: str) -> list[str]:
     closed: list[tuple[int, int, int]] = []  # start of the box, start of its content, end
     for token in _BRACES.finditer(text):
         mark = token.group()
-        if mark[-1] == "{" and len(mark) != 2:
+        is_escaped = len(mark) == 2  # `\{`, `\}` and `\\` open and close nothing
+        if mark.endswith("{") and not is_escaped:
             opened.append(token.span() if len(mark) > 2 else None)
-        elif mark == "}" and opened and (box := opened.pop()):
-            while closed and closed[-1][0] > box[0]:
+        elif mark == "}" and opened:
+            box = opened.pop()
+            if box is None:
+                continue
+            while closed and closed[-1][0] > box[0]:  # boxes within this one
                 closed.pop()
             closed.append((*box, token.start()))
     closed += [(match.start(), *match.span(1)) for match in _BARE.finditer(text)]
@@ -92,21 +97,19 @@ def same(gold: str, stated: str) -> bool | None:
     These rules precede math-verify's where those err: it drops the base of `52_8`, confuses `R` with `r`, adds up two
     adjacent numbers, and accepts `[15,-29]` or a set for the point `(15,-29)`.
     """
-    if gold == stated:
-        return True
-    numbers = _number(gold), _number(stated)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
-    bases = _BASED.fullmatch(gold), _BASED.fullmatch(stated)
-    if any(bases):
-        return _same_in_base(gold, stated, *bases)
-    if words := _words(gold):
-        return words == _squeezed(stated)
+    plainly = _same_plainly(gold, stated)
+    if plainly is not None:
+        return plainly
     if _adds_or_retracts(gold, stated) or not _comparable(gold, stated):
         return False
+
     sides = claims(gold, stated)
-    equal = [same(gold, side) for side in sides] if len(sides) > 1 else [None]
-    return False if False in equal else None if None in equal else True
+    if len(sides) < 2:
+        return None
+    verdicts = [same(gold, side) for side in sides]
+    if False in verdicts:
+        return False
+    return None if None in verdicts else True
 
 
 def claims(gold: str, stated: str) -> list[str]:
@@ -118,6 +121,22 @@ def claims(gold: str, stated: str) -> list[str]:
     return sides if len(sides) > 1 else [stated]
 
 
+def _same_plainly(gold: str, stated: str) -> bool | None:
+    """Return whether two answers are equal if they are the same text, or numbers or words; None for others."""
+    if gold == stated:
+        return True
+    gold_number = _number(gold)
+    stated_number = _number(stated)
+    if gold_number is not None and stated_number is not None:
+        return gold_number == stated_number
+    gold_base = _BASED.fullmatch(gold)
+    stated_base = _BASED.fullmatch(stated)
+    if gold_base or stated_base:
+        return _same_in_base(gold, stated, gold_base, stated_base)
+    words = _words(gold)
+    return words == _squeezed(stated) if words else None
+
+
 def _adds_or_retracts(gold: str, stated: str) -> bool:
     r"""Return whether an answer retracts itself or says more than one thing.
 
@@ -127,8 +146,10 @@ def _adds_or_retracts(gold: str, stated: str) -> bool:
         return True
     if _EITHER_SIGN.search(stated) and not _EITHER_SIGN.search(gold) and _ONE_SET.search(gold):
         return True
-    new = set(_plain_words(stated)) - set(_plain_words(gold))
-    if any(map(_RETRACTS.fullmatch, new)) or ("or" in new and not re.search(r",|\\(?:pm|cup)(?![A-Za-z])", gold)):
+    new_words = set(_plain_words(stated)) - set(_plain_words(gold))
+    if any(_RETRACTS.fullmatch(word) for word in new_words):
+        return True
+    if "or" in new_words and not _SEVERAL_VALUES.search(gold):
         return True
     return _brackets(stated) is None and _repeats(stated) and not _repeats(gold)
 
@@ -147,16 +168,18 @@ def _repeats(text: str) -> bool:
 
 def _comparable(gold: str, stated: str) -> bool:
     """Return whether math-verify can compare them; it misreads adjacent numbers, which are neither sum nor product."""
-    kinds = _brackets(gold), _brackets(stated)
-    return (
-        not (_SIDE_BY_SIDE.search(stated) or _SIDE_BY_SIDE.search(gold))
-        and _same_case(gold, stated)
-        and (None in kinds or kinds[0] == kinds[1])
-    )
+    if _SIDE_BY_SIDE.search(stated) or _SIDE_BY_SIDE.search(gold):
+        return False
+    if not _same_case(gold, stated):
+        return False
+    gold_brackets = _brackets(gold)
+    stated_brackets = _brackets(stated)
+    return gold_brackets is None or stated_brackets is None or gold_brackets == stated_brackets
 
 
 def _number(text: str) -> Fraction | None:
-    text = text.replace(",", "") if _GROUPED.fullmatch(text) else text
+    if _GROUPED.fullmatch(text):
+        text = text.replace(",", "")
     return Fraction(text) if _DECIMAL.fullmatch(text) else None
 
 
@@ -183,11 +206,18 @@ def _squeezed(text: str) -> str:
 
 def _same_case(gold: str, stated: str) -> bool:
     """Return False if letters differ only in case (`3R^2`, `3r^2`), or if the gold answer has one in both cases."""
-    letters = [set(re.findall(r"[A-Za-z]", _COMMANDS.sub(" ", text))) for text in (gold, stated)]
-    lower = [{letter.lower() for letter in both} for both in letters]
-    if len(gold) > 1 and len(lower[0]) < len(letters[0]):
+    gold_letters = _letters(gold)
+    stated_letters = _letters(stated)
+    gold_lower = {letter.lower() for letter in gold_letters}
+    stated_lower = {letter.lower() for letter in stated_letters}
+    if len(gold) > 1 and len(gold_lower) < len(gold_letters):
         return False
-    return len(gold) == 1 or lower[0] != lower[1] or letters[0] == letters[1]
+    return len(gold) == 1 or gold_lower != stated_lower or gold_letters == stated_letters
+
+
+def _letters(text: str) -> set[str]:
+    """Return the letters of an answer outside of LaTeX's commands."""
+    return set(re.findall(r"[A-Za-z]", _COMMANDS.sub(" ", text)))
 
 
 def _brackets(text: str) -> str | None:
@@ -196,10 +226,13 @@ def _brackets(text: str) -> str | None:
     pairs = {"(": ")", "[": "]", "\x01": "\x02"}
     if len(text) < 3 or text[0] not in pairs or text[-1] not in pairs.values():
         return None
-    depth, comma = 0, False
-    for place, letter in enumerate(text):
-        depth += (letter in pairs) - (letter in pairs.values())
-        comma = comma or (letter == "," and depth == 1)
-        if depth == 0 and place < len(text) - 1:
+    depth = 0
+    has_comma = False
+    for index, letter in enumerate(text):
+        depth += letter in pairs
+        depth -= letter in pairs.values()
+        if letter == "," and depth == 1:
+            has_comma = True
+        if depth == 0 and index < len(text) - 1:  # the first bracket closes before the end
             return None
-    return text[0] + text[-1] if comma and depth == 0 else None
+    return text[0] + text[-1] if has_comma and depth == 0 else None

@@ -49,43 +49,53 @@ def grade_many(completions: Sequence[str], answers: Sequence[str], progress: Cal
         BadInput: a gold answer is empty or too long.
         QrlError: the worker processes do not start.
     """
-    claims = [claim(*pair) for pair in zip(completions, answers, strict=True)]
-    verdicts = {each: by_text(each) for each in dict.fromkeys(claims)}  # completions often repeat a claim
-    hard = [each for each, verdict in verdicts.items() if verdict is None]
-    progress(len(claims) - len(hard))
-    if hard:
-        verdicts |= zip(hard, _grade(hard, progress), strict=True)
-    return [verdicts[each] for each in claims]
+    claims = [claim(completion, answer) for completion, answer in zip(completions, answers, strict=True)]
+    verdicts = {distinct: by_text(distinct) for distinct in dict.fromkeys(claims)}  # completions often repeat a claim
+    undecided = [distinct for distinct, verdict in verdicts.items() if verdict is None]
+    progress(len(claims) - len(undecided))
+    if undecided:
+        verdicts |= zip(undecided, _grade(undecided, progress), strict=True)
+    return [verdicts[stated] for stated in claims]
 
 
 def _grade(claims: Sequence[Claim], progress: Callable[[int], object]) -> list[Verdict]:
-    """Return a verdict on each claim; where the grader failed, it is wrong and has a `fault`."""
-    done: dict[int, Verdict] = {}
-    left = [list(range(start, min(start + BATCH, len(claims)))) for start in range(0, len(claims), BATCH)]
+    """Return a verdict on each claim; where the grader failed, it is wrong and has a `fault`.
+
+    A batch that fails does not say which of its claims is to blame. So the first round grades batches, the second those
+    claims that are left, each in a batch of its own, and the last one the rest, one after the other: by then, a pool
+    that breaks was broken by the one claim that it had.
+    """
+    verdicts: dict[int, Verdict] = {}
+    batches = [list(range(start, min(start + BATCH, len(claims)))) for start in range(0, len(claims), BATCH)]
     try:
         for one_by_one in (False, False, True):
-            for batch, verdicts in _round(claims, left, one_by_one):
-                done |= zip(batch, verdicts, strict=True)
+            for batch, batch_verdicts in _round(claims, batches, one_by_one):
+                verdicts |= zip(batch, batch_verdicts, strict=True)
                 progress(len(batch))
-            left = [[i] for i in range(len(claims)) if i not in done]
+            batches = [[index] for index in range(len(claims)) if index not in verdicts]
     except BaseException:
         close()  # a signal or a bug: nobody waits for the rest
         raise
-    return [done[i] for i in range(len(claims))]
+    return [verdicts[index] for index in range(len(claims))]
 
 
-def _round(claims: Sequence[Claim], batches: list[list[int]], one_by_one: bool) -> Iterator[tuple[list, list[Verdict]]]:
+def _round(
+    claims: Sequence[Claim], batches: list[list[int]], one_by_one: bool
+) -> Iterator[tuple[list[int], list[Verdict]]]:
     """Grade each batch once; yield those that came back, or that failed alone.
 
     One by one, a crash of the whole pool can be attributed to the answer at work.
     """
-    try:
-        scheduled = [(batch, None if one_by_one else _schedule([claims[i] for i in batch])) for batch in batches]
-    except BrokenProcessPool:  # the next round grades all; one by one nothing is sent above
-        return close()
-    for batch, future in scheduled:
+    futures: list[Future | None] = [None] * len(batches)
+    if not one_by_one:
         try:
-            yield batch, _result(future or _schedule([claims[i] for i in batch]))
+            futures = [_schedule([claims[index] for index in batch]) for batch in batches]
+        except BrokenProcessPool:
+            close()
+            return  # the next round grades all
+    for batch, future in zip(batches, futures, strict=True):
+        try:
+            yield batch, _result(future or _schedule([claims[index] for index in batch]))
         except BrokenProcessPool:
             close()
             if not one_by_one:
@@ -94,9 +104,14 @@ def _round(claims: Sequence[Claim], batches: list[list[int]], one_by_one: bool) 
             yield batch, [replace(FAILED[ERROR], fault_cause="its process ended")]
         except Exception as error:  # it exceeded its limit, or its worker died or ran out of memory
             if len(batch) == 1:
-                timed_out = isinstance(error, FutureTimeoutError) or getattr(error, "exitcode", 0) == -signal.SIGPROF
-                cause = f"took longer than {CPU_S:g} s" if timed_out else f"{type(error).__name__}: {first_line(error)}"
-                yield batch, [replace(FAILED[TIMEOUT if timed_out else ERROR], fault_cause=cause)]
+                yield batch, [_fault(error)]
+
+
+def _fault(error: Exception) -> Verdict:
+    """Return the verdict on an answer that ended its worker: it took too long, or raised an error."""
+    if isinstance(error, FutureTimeoutError) or getattr(error, "exitcode", 0) == -signal.SIGPROF:
+        return replace(FAILED[TIMEOUT], fault_cause=f"took longer than {CPU_S:g} s")
+    return replace(FAILED[ERROR], fault_cause=f"{type(error).__name__}: {first_line(error)}")
 
 
 def _in_worker(function: str, *args: object) -> object:
@@ -109,7 +124,8 @@ def _schedule(batch: list[Claim]) -> Future[list[Verdict]]:
     Raises:
         BrokenProcessPool: the pool broke while this was sent, also where Pebble says so in another way.
     """
-    if (pool := _pools.get(os.getpid())) is not None and not pool.active:  # e.g. a worker was killed while idle
+    existing_pool = _pools.get(os.getpid())
+    if existing_pool is not None and not existing_pool.active:  # e.g. a worker was killed while idle
         close()
     pool = _pool()  # outside of `try`: what keeps the server process from starting must end this one
     try:
@@ -144,10 +160,11 @@ def _pool() -> ProcessPool:
 
             context = process.context("forkserver")
             context.set_forkserver_preload([WORKER])
-            count, limits = min(len(os.sched_getaffinity(0)), MOST_WORKERS), ("prepare", MEMORY_BYTES)
-            pool = ProcessPool(count, initializer=_in_worker, initargs=limits, context=context)
+            workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+            pool = ProcessPool(workers, initializer=_in_worker, initargs=("prepare", MEMORY_BYTES), context=context)
             # The server process gets this package, nothing from the working folder, and a fixed hash seed.
-            path = os.pathsep.join(filter(None, (str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH"))))
+            package_root = str(Path(__file__).parents[3])
+            path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
             with process.variables(PYTHONPATH=path, PYTHONSAFEPATH="1", PYTHONHASHSEED="0"):
                 pool.schedule(_in_worker, args=("grade", [], CPU_S))  # starts the server and the workers
             _pools[os.getpid()] = pool

@@ -33,19 +33,27 @@ def claim(completion: str, answer: str) -> Claim:
     contents = latex.boxes(body)
     if not contents:
         return Claim(gold(answer), (), body[-TAIL:])
-    once = dict.fromkeys(reversed(contents))
-    normal = dict.fromkeys(box if len(box) > LONGEST_ANSWER else latex.normal(box) for box in once)
-    different = [box for box in normal if box][: MOST_BOXES + 1]
-    return Claim(gold(answer), tuple(reversed(different)), "")
+
+    # Each different text once, where it is last: the last box decides the flexible verdict.
+    boxes = []
+    for box in dict.fromkeys(reversed(contents)):
+        normal = box if len(box) > LONGEST_ANSWER else latex.normal(box)
+        if normal and normal not in boxes:
+            boxes.append(normal)
+        if len(boxes) > MOST_BOXES:
+            break
+    return Claim(gold(answer), tuple(reversed(boxes)), "")
 
 
 def gold(answer: str) -> str:
     r"""Return the gold answer of a text or of its last \boxed{} in normal form; raise BadInput if empty or too long."""
     contents = latex.boxes(answer)
-    text = latex.normal((contents[-1] if contents else answer)[: LONGEST_ANSWER + 1])
+    content = contents[-1] if contents else answer
+    text = latex.normal(content[: LONGEST_ANSWER + 1])
     if not text or len(text) > LONGEST_ANSWER:
+        defect = "too long" if text else "empty"
         expected = f"an expression such as \\frac{{14}}{{3}}, of at most {LONGEST_ANSWER} characters"
-        raise BadInput(f"The gold answer {answer[:80]!r} is {'too long' if text else 'empty'}: expected {expected}.")
+        raise BadInput(f"The gold answer {answer[:80]!r} is {defect}: expected {expected}.")
     return text
 
 
@@ -54,12 +62,14 @@ def verdict(claim: Claim, same: Callable[[str, str], bool], last_expression: Cal
     if not claim.boxes:
         stated = last_expression(claim.tail)
         return Verdict(None, False, stated is not None and same(claim.gold, stated))
-    *others, last = claim.boxes
-    if len(last) > LONGEST_ANSWER:
+    *earlier_boxes, last_box = claim.boxes
+    if len(last_box) > LONGEST_ANSWER:
         return Verdict(None, False, False)
-    agreed = len(others) < MOST_BOXES and all(len(box) <= LONGEST_ANSWER and same(last, box) for box in others)
-    right = same(claim.gold, last)
-    return Verdict(last if agreed else None, right and agreed, right)
+    boxes_agree = len(earlier_boxes) < MOST_BOXES and all(
+        len(box) <= LONGEST_ANSWER and same(last_box, box) for box in earlier_boxes
+    )
+    is_right = same(claim.gold, last_box)
+    return Verdict(last_box if boxes_agree else None, is_right and boxes_agree, is_right)
 
 
 def by_text(claim: Claim) -> Verdict | None:

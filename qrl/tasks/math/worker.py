@@ -52,7 +52,9 @@ def same(gold: str, stated: str) -> bool:
     if by_text is not None:
         return by_text
     expected = _read(gold)
-    return expected is not None and all(_equal(expected, _read(side)) for side in latex.claims(gold, stated))
+    if expected is None:
+        return False
+    return all(_equal(expected, _read(side)) for side in latex.claims(gold, stated))
 
 
 def last_expression(text: str) -> str | None:
@@ -62,8 +64,10 @@ def last_expression(text: str) -> str | None:
 
 
 def _equal(expected: Basic, stated: Basic | None) -> bool:
-    limits = {"float_rounding": _places(expected), "timeout_seconds": None}
-    return stated is not None and verify([expected], [stated], **limits, raise_on_error=True)
+    if stated is None:
+        return False
+    places = _places(expected)
+    return verify([expected], [stated], float_rounding=places, timeout_seconds=None, raise_on_error=True)
 
 
 def _grade_one(claim: Claim, cpu_s: float) -> Verdict:
@@ -94,10 +98,13 @@ def _places(gold: Basic) -> int:
         size = abs(float(gold))
     except Exception:  # an expression with symbols, a set, a matrix
         return PLACES
-    return PLACES + max(0, math.floor(-math.log10(size))) if 0 < size < 1 else PLACES
+    if not 0 < size < 1:
+        return PLACES
+    leading_zeros = max(0, math.floor(-math.log10(size)))
+    return PLACES + leading_zeros
 
 
 warnings.filterwarnings("ignore")  # sympy warns about what some answers make it do
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it warns that its own time limit is off
-for _warm in (r"\frac{x+1}{2}", r"\sqrt{2}\pi", "(1,2]", r"\begin{pmatrix}1\\2\end{pmatrix}"):
-    same(_warm, _warm + "+1")  # fills ANTLR's tables once, before workers are forked
+for _expression in (r"\frac{x+1}{2}", r"\sqrt{2}\pi", "(1,2]", r"\begin{pmatrix}1\\2\end{pmatrix}"):
+    same(_expression, _expression + "+1")  # fills ANTLR's tables once, before workers are forked

@@ -1,4 +1,8 @@
-"""Live metrics: what TRL logs under our names, with throughput and peak memory, and sampled completions."""
+"""Live metrics: what TRL logs under our names, with throughput and peak memory, and sampled completions.
+
+`_OURS` is the table of names: a metric of TRL's that is not in it stays in the trainer's own state. Each `Kind` of
+training logs a part of the table.
+"""
 
 import json
 import math
@@ -25,7 +29,7 @@ class Kind:
     """What a kind of training logs."""
 
     title: str  # of the progress bar
-    shown: str  # TRL's name of the measure beside the bar; rows without it are no steps
+    measure: str  # TRL's name of what the progress bar shows; rows without it are no steps
     names: dict[str, str]  # TRL's name → ours; its other numbers stay in the trainer's own state
 
 
@@ -45,8 +49,10 @@ _OURS = {  # TRL's name → ours, below train/
 }
 _TRAIN = {name: f"train/{ours}" for name, ours in _OURS.items()}
 _ROLLOUT = {rollout.PREFIX + name: rollout.PREFIX + name for name in rollout.METRICS}
-_DISTILLED = ("loss", "entropy", "grad_norm", "learning_rate", "completions/mean_length", "completions/clipped_ratio")
-_DISTILLED += ("completions_per_s", "peak_memory_gib")
+_DISTILLED = (
+    *("loss", "entropy", "grad_norm", "learning_rate"),
+    *("completions/mean_length", "completions/clipped_ratio", "completions_per_s", "peak_memory_gib"),
+)
 _SUPERVISED = ("loss", "entropy", "grad_norm", "learning_rate", "peak_memory_gib")
 GRPO = Kind("GRPO", "reward", _TRAIN | _ROLLOUT)
 SFT = Kind("SFT", "loss", {name: _TRAIN[name] for name in _SUPERVISED})
@@ -62,24 +68,30 @@ def callback(settings: Train, log: Log, kind: Kind = GRPO):
 
     class Live(TrainerCallback):
         def on_train_begin(self, args, state, control, **_):
-            self.seconds = deque(maxlen=settings.num_iterations)  # completions are sampled once in so many steps
-            progress = {"total": state.max_steps, "initial": state.global_step, "desc": kind.title, "unit": "step"}
-            self.bar = tqdm(**progress, smoothing=0, disable=process.rank() > 0)
+            self.step_seconds = deque(maxlen=settings.num_iterations)  # completions are sampled once in so many steps
+            self.bar = tqdm(
+                total=state.max_steps,
+                initial=state.global_step,
+                desc=kind.title,
+                unit="step",
+                smoothing=0,
+                disable=process.rank() > 0,
+            )
 
         def on_step_begin(self, args, state, control, **_):
-            self.began = time.perf_counter()
+            self.step_start = time.perf_counter()
 
         def on_log(self, args, state, control, logs=None, **_):
-            if kind.shown not in (logs or {}):
+            if kind.measure not in (logs or {}):
                 return
-            self.seconds.append(time.perf_counter() - self.began)
+            self.step_seconds.append(time.perf_counter() - self.step_start)
             row = state.log_history[-1]  # `logs` is a copy of it
             _check_finite(row, state.global_step)  # before transformers saves a checkpoint of this step
-            row["completions_per_s"] = completions * len(self.seconds) / sum(self.seconds)
+            row["completions_per_s"] = completions * len(self.step_seconds) / sum(self.step_seconds)
             row["peak_memory_gib"] = _peak_memory_gib()
-            named = {ours: float(row[name]) for name, ours in _names(kind, row).items() if row.get(name) is not None}
-            log(named, state.global_step)
-            self.bar.set_postfix({kind.shown: f"{logs[kind.shown]:.3g}"}, refresh=False)
+            metrics = {ours: float(row[name]) for name, ours in _names(kind, row).items() if row.get(name) is not None}
+            log(metrics, state.global_step)
+            self.bar.set_postfix({kind.measure: f"{logs[kind.measure]:.3g}"}, refresh=False)
             self.bar.update(state.global_step - self.bar.n)
 
         def on_train_end(self, args, state, control, **_):
@@ -107,7 +119,7 @@ def _peak_memory_gib() -> float:
 
 def history(log_history: list[dict], kind: Kind = GRPO) -> pd.DataFrame:
     """Return a row per logged step: step, and the metrics without their prefix."""
-    logged = [row for row in log_history if kind.shown in row]
+    logged = [row for row in log_history if kind.measure in row]
     columns = {"step": "step"} | _names(kind, *logged)
     rows = [{key: row.get(name) for name, key in columns.items()} for row in logged]
     frame = pd.DataFrame(rows).rename(columns=lambda key: key.removeprefix("train/").replace("/", "_"))
@@ -116,23 +128,27 @@ def history(log_history: list[dict], kind: Kind = GRPO) -> pd.DataFrame:
 
 def _names(kind: Kind, *rows: dict) -> dict[str, str]:
     """Return TRL's names with ours: those of a kind, and the means of the user's own rewards in rows of the log."""
-    means = (name for row in rows for name in row if name.startswith("rewards/") and name.endswith("/mean"))
-    own = {name: f"train/reward_{name.split('/')[1]}" for name in means}
-    return kind.names | own
+    users_rewards = {}
+    for row in rows:
+        for name in row:
+            if name.startswith("rewards/") and name.endswith("/mean"):
+                users_rewards[name] = f"train/reward_{name.split('/')[1]}"
+    return kind.names | users_rewards
 
 
 def completions(work: Path, settings: Train, kind: Kind) -> pd.DataFrame:
     """Return the first completions of every step, from TRL's files: step, prompt, completion, and GRPO's reward."""
-    columns = ["step", "prompt", "completion", *(("reward",) if kind is GRPO else ())]
-    names = map(reward_name, settings.rewards)
-    weights = dict(zip(names, settings.weights_of_rewards, strict=True))
-    parts = [pd.DataFrame(columns=columns)]
+    columns = ["step", "prompt", "completion"]
+    if kind is GRPO:
+        columns.append("reward")
+    weights = dict(zip(map(reward_name, settings.rewards), settings.weights_of_rewards, strict=True))
+    steps = []
     for file in sorted((work / "completions").glob("*.parquet")):
         frame = pd.read_parquet(file).head(settings.completions_logged)
         if kind is GRPO:
             frame["reward"] = sum(frame[name] * weight for name, weight in weights.items())
-        parts.append(frame[columns])
-    frame = pd.concat(parts[1:] or parts, ignore_index=True)
+        steps.append(frame[columns])
+    frame = pd.concat(steps, ignore_index=True) if steps else pd.DataFrame(columns=columns)
     for column in ("prompt", "completion"):
         frame[column] = [_last_message(value) for value in frame[column]]
     return frame

@@ -14,7 +14,7 @@ from qrl.train.job import Alarm
 
 _K3, _EARLY, _LATE = (f"rollout/kl_k3{part}" for part in ("", "_first_quarter", "_last_quarter"))
 _SEQUENCES = "rollout/sequence_ess"
-_SMALL_GAP = 0.1  # of rollout.max_engine_kl: growth below it is no trouble, since few tokens make such a gap noisy
+_SMALL_GAP = 0.1  # share of rollout.max_engine_kl: growth below it is no trouble, since few tokens make it noisy
 
 
 class Watchers:
@@ -22,7 +22,8 @@ class Watchers:
 
     def __init__(self, settings: Watch, rollout: Rollout = Rollout(), qat: str = "none") -> None:
         self.settings = settings
-        self.rollout, self.qat = rollout, qat
+        self.rollout = rollout
+        self.qat = qat
         self.rows: list[dict] = []
         self.probes: list[tuple[int, list[int]]] = []
         self.raised: set[str] = set()  # watchers that have warned
@@ -42,9 +43,9 @@ class Watchers:
             sentences |= dict(self._lasting())
         else:
             return []
-        new = {name: text for name, text in sentences.items() if text and name not in self.raised}
-        self.raised |= set(new)
-        return [Alarm(name, row["step"], text) for name, text in new.items()]
+        new_sentences = {name: text for name, text in sentences.items() if text and name not in self.raised}
+        self.raised |= set(new_sentences)
+        return [Alarm(name, row["step"], text) for name, text in new_sentences.items()]
 
     def stop(self, alarms: Sequence[Alarm]) -> Alarm | None:
         """Return the first of these alarms that the recipe stops for."""
@@ -52,27 +53,33 @@ class Watchers:
 
     def _lasting(self) -> Iterator[tuple[str, str]]:
         """Yield each watcher's name and sentence for what has lasted over the whole window."""
-        limits, last, first = self.settings, self.rows[-self.settings.window :], self.rows[: self.settings.window]
+        limits = self.settings
+        first = self.rows[: limits.window]
+        last = self.rows[-limits.window :]
         if len(last) < limits.window:
             return
-        start, now = _mean(first, "entropy"), _mean(last, "entropy")
-        if all(row.get("entropy", math.nan) < limits.min_entropy_share * start for row in last):
+        first_entropy = _mean(first, "entropy")
+        if all(row.get("entropy", math.nan) < limits.min_entropy_share * first_entropy for row in last):
             yield (
                 "entropy",
-                f"Entropy has collapsed: {now:.3g} nats per token over {_steps(last)}, {start:.3g} over "
-                f"{_steps(first)}; its share is below watch.min_entropy_share = {limits.min_entropy_share:g}. The "
+                f"Entropy has collapsed: {_mean(last, 'entropy'):.3g} nats per token over {_steps(last)}, "
+                f"{first_entropy:.3g} over {_steps(first)}; its share is below watch.min_entropy_share = "
+                f"{limits.min_entropy_share:g}. The "
                 "completions of a group are becoming the same: lower train.learning_rate, or raise train.beta or "
                 "train.epsilon_high.",
             )
         if all(row.get("frac_reward_zero_std", 0) >= 1 for row in last):
             reward = _mean(last, "reward")
-            why = "the questions are too easy" if reward >= 1 else "the answers within a group do not differ"
-            if reward <= 0:
-                why = "the questions are too hard, or no answer has the required form"
+            if reward >= 1:
+                cause = "the questions are too easy"
+            elif reward <= 0:
+                cause = "the questions are too hard, or no answer has the required form"
+            else:
+                cause = "the answers within a group do not differ"
             yield (
                 "signal",
                 f"No training signal: in {_steps(last)} all completions of each group earned the same (mean reward "
-                f"{reward:.3g}), so there was no gradient: {why}. Change the questions, the prompt or "
+                f"{reward:.3g}), so there was no gradient: {cause}. Change the questions, the prompt or "
                 "train.temperature.",
             )
         if all(row.get("kl", math.nan) > limits.max_reference_kl for row in last):
@@ -93,7 +100,8 @@ class Watchers:
 
     def _rollout(self, row: dict) -> str | None:
         """Compare the engine's gap to the trained model, in this step alone, with the recipe's limits."""
-        kl, share = (row.get(f"rollout/{name}", math.nan) for name in ("kl_k3", "token_ess"))
+        kl = row.get("rollout/kl_k3", math.nan)
+        share = row.get("rollout/token_ess", math.nan)
         if not (kl > self.rollout.max_engine_kl or share < self.rollout.min_effective_sample_size):
             return None
         return (
@@ -109,28 +117,30 @@ class Watchers:
         Training in bf16 with rollouts in FP8 collapsed on completions of 8 K tokens and more (arXiv 2601.14243), where
         the gap of a single token is small: what it does to a whole completion adds up.
         """
-        limits, window = self.rollout, self.settings.window
-        last, first = self.rows[-window:], self.rows[:window]
+        limits = self.rollout
+        window = self.settings.window
+        first = self.rows[:window]
+        last = self.rows[-window:]
         if len(last) < window:
             return
-        small, start = _SMALL_GAP * limits.max_engine_kl, _mean(first, _K3)
+        first_gap = _mean(first, _K3)
 
-        def grown(row: dict, name: str, before: float) -> bool:
-            now = row.get(name, math.nan)
-            return now > small and now > limits.max_gap_growth * before
+        def has_grown(row: dict, name: str, reference: float) -> bool:
+            gap = row.get(name, math.nan)
+            return gap > _SMALL_GAP * limits.max_engine_kl and gap > limits.max_gap_growth * reference
 
         limit = f"more than rollout.max_gap_growth = {limits.max_gap_growth:g} times as much"
-        if all(grown(row, _LATE, row.get(_EARLY, math.nan)) for row in last):
+        if all(has_grown(row, _LATE, row.get(_EARLY, math.nan)) for row in last):
             yield (
                 f"The rollout engine's gap to the trained model grows along completions: KL {_mean(last, _LATE):.2g} "
                 f"nats per token in their last quarter, {_mean(last, _EARLY):.2g} in their first, over {_steps(last)}: "
                 f"{limit}. Training on long completions may collapse: {self._remedy()}, or lower "
                 "train.max_completion_tokens."
             )
-        if all(grown(row, _K3, start) for row in last):
+        if all(has_grown(row, _K3, first_gap) for row in last):
             yield (
                 f"The rollout engine's gap to the trained model grows over steps: KL {_mean(last, _K3):.2g} nats per "
-                f"token over {_steps(last)}, {start:.2g} over {_steps(first)}: {limit}. Training may collapse: "
+                f"token over {_steps(last)}, {first_gap:.2g} over {_steps(first)}: {limit}. Training may collapse: "
                 f"{self._remedy()}, or watch the reward."
             )
         if all(row.get(_SEQUENCES, math.nan) < limits.min_sequence_ess for row in last):
@@ -150,30 +160,34 @@ class Watchers:
         return "lower train.learning_rate"
 
     def _probe(self) -> str | None:
-        """Compare the reward's rise with the probe's accuracy, whose paired interval must lie below 0 for an alarm."""
+        """Alarm if the reward rises while the probe's accuracy falls: its paired interval must be below 0."""
         window = self.settings.window
         if len(self.probes) < 2 or len(self.rows) < 2 * window:
             return None
-        (since, first), (_, now) = self.probes[0], self.probes[-1]
-        change = stats.contrast([now, first], (1, -1))
-        early, late = self.rows[:window], self.rows[-window:]
-        start, end = _mean(early, "reward"), _mean(late, "reward")
-        if not (change.high < 0 and end > start):
+        first_step, first_outcomes = self.probes[0]
+        _, latest_outcomes = self.probes[-1]
+        change = stats.contrast([latest_outcomes, first_outcomes], (1, -1))
+        first = self.rows[:window]
+        last = self.rows[-window:]
+        first_reward = _mean(first, "reward")
+        last_reward = _mean(last, "reward")
+        if not (change.high < 0 and last_reward > first_reward):
             return None
         return (
-            f"The reward rises while held-out accuracy falls: reward {start:.3f} over {_steps(early)}, {end:.3f} over "
-            f"{_steps(late)}; accuracy on the n = {len(now)} probe questions {stats.signed(change.estimate)} "
-            f"[{stats.signed(change.low)}, {stats.signed(change.high)}] since step {since}. Something other than right "
-            "answers earns the reward: read the sampled completions."
+            f"The reward rises while held-out accuracy falls: reward {first_reward:.3f} over {_steps(first)}, "
+            f"{last_reward:.3f} over {_steps(last)}; accuracy on the n = {len(latest_outcomes)} probe questions "
+            f"{stats.signed(change.estimate)} [{stats.signed(change.low)}, {stats.signed(change.high)}] since step "
+            f"{first_step}. Something other than right answers earns the reward: read the sampled completions."
         )
 
 
 def _resample(row: dict) -> str | None:
-    if not (left := row.get("flat_groups", 0)):
+    flat_groups = row.get("flat_groups", 0)
+    if not flat_groups:
         return None
     return (
-        f"Resampling has reached its bound: in step {row['step']} the completions of {left:.0f} groups still earned "
-        "the same, so they give no gradient: choose questions that the model answers sometimes, or raise "
+        f"Resampling has reached its bound: in step {row['step']} the completions of {flat_groups:.0f} groups still "
+        "earned the same, so they give no gradient: choose questions that the model answers sometimes, or raise "
         "train.max_resamples."
     )
 

@@ -1,4 +1,20 @@
-"""Q(W) of the linears that share a scale: computed after each optimizer step, and kept until the weights change."""
+"""Q(W) of the linears that share a scale: computed after each optimizer step, and kept until the weights change.
+
+One step of training, for the linears q, k and v of a layer, which share NVFP4's global scale and so form one fold:
+
+1. The optimizer has moved the masters W. `refold` computes Q(W) of all folds of the model in one batch: the scales
+   from the largest |w|, the codes, and the values that the codes encode. The memory of the step before is freed first.
+2. In the forward pass each linear multiplies by `straight_through`: a tensor with the values of Q(W), but made from W
+   by a cast. Autograd sees the cast alone and passes its gradient to W unchanged: the straight-through estimator.
+3. Where the format rounds activations, `rounded_inputs` rounds the layer's input once, for q, and hands the same tensor
+   to k and v.
+4. The backward pass adds gradients to W, the optimizer moves W, and Q(W) is stale. If nobody calls `refold`, the next
+   forward pass notices by the weights' versions and addresses, and renews all stale folds.
+
+Under FSDP 2 no process has a whole W between two passes. Q(W) is then not kept: the first linear of a fold to run
+gathers the masters of all members and computes their Q(W), and each member takes its own when it runs. `refold` only
+checks each process's share of the weights for NaN and infinity.
+"""
 
 from __future__ import annotations
 
@@ -20,89 +36,120 @@ if TYPE_CHECKING:
     from qrl.train.qat.linear import QATLinear
 
 
+@dataclass
+class _FoldedWeight:
+    """Q(W) of one linear between two optimizer steps."""
+
+    master: Tensor  # W, the parameter
+    properties: tuple  # dtype, device and requires_grad of W: autograd remembers them of the cast
+    quantized: Tensor  # Q(W), (O, I), with a gradient that goes straight through to W
+
+
+@dataclass
+class _RoundedInputs:
+    """The latest inputs that a fold has rounded."""
+
+    key: tuple  # identifies the inputs, their version and how they were rounded
+    inputs: Tensor  # kept alive, so that no other tensor can get their id
+    rounded: Tensor
+
+
 @dataclass(eq=False)
 class Fold:
-    """Q(W) of the linears that share a scale."""
+    """The linears that share a scale, and their Q(W)."""
 
     scheme: QuantizationScheme
     dtype: torch.dtype  # of Q(W) and of the forward pass
     members: dict[str, QATLinear]  # by name in the model
-    together: list[Fold]  # all folds of the model, this one too: stale ones are renewed in one call
+    model_folds: list[Fold]  # all folds of the model, this one included: stale ones are renewed in one call
     sharded: bool = False  # by FSDP 2: each forward pass gathers the weights anew, and computes its own Q(W)
-    on: bool = True
-    made: int = 0  # how often Q(W) was computed
-    state: list | None = None  # of the weights that Q(W) was computed from
-    stand: dict[int, tuple] = field(default_factory=dict)  # id of a linear → W, its kind, Q(W) with a gradient to W
-    passing: dict[int, Tensor] = field(default_factory=dict)  # of shards: id of a linear → Q(W), until it is used
+    enabled: bool = True
+    times_folded: int = 0  # how often Q(W) was computed
     largest: Tensor | None = None  # (members,), each one's largest |w|
-    final: QATLinear | None = None  # the last member
-    last: tuple | None = None  # key, inputs and their quantized values, until the last member has used them
+    last_member: QATLinear | None = None
+    folded_state: list[tuple[int, int]] | None = None  # the weights' versions and addresses when Q(W) was computed
+    folded_weights: dict[int, _FoldedWeight] = field(default_factory=dict)  # by id of the linear
+    pending: dict[int, Tensor] = field(default_factory=dict)  # of shards: id of a linear → Q(W), until it is used
+    latest_inputs: _RoundedInputs | None = None  # until the last member has used them
 
     def weight_of(self, linear: QATLinear) -> Tensor:
         """Return Q(W) of a member, (O, I); computed again only where a member's weight has changed.
 
         All processes that shard the weights call it together, for one member after the other.
         """
-        return self._taken(linear) if self.sharded else self.straight_through(linear).detach()
+        if self.sharded:
+            return self._take_sharded(linear)
+        return self.straight_through(linear).detach()
 
     def straight_through(self, linear: QATLinear) -> Tensor:
         """Return Q(W) of a member, (O, I), with a gradient that goes straight through to its W."""
         if self.sharded:
-            return _StraightThrough.apply(linear.weight, self._taken(linear))
+            return _StraightThrough.apply(linear.weight, self._take_sharded(linear))
         if self.stale:
-            _renew([fold for fold in self.together if fold.stale])
-        return self.stand[id(linear)][-1]
+            _renew([fold for fold in self.model_folds if fold.stale])
+        return self.folded_weights[id(linear)].quantized
 
-    def _taken(self, linear: QATLinear) -> Tensor:
+    def _take_sharded(self, linear: QATLinear) -> Tensor:
         """Return Q(W) of a member and keep it no longer; the first member of a pass computes it for all of them."""
-        if id(linear) not in self.passing:
+        if id(linear) not in self.pending:
             members = list(self.members.values())
             with torch.inference_mode(False), torch.no_grad():
                 masters = [sharded.whole(member.weight) for member in members]
                 ((quantized, self.largest),) = fused.folded([masters], self.scheme.weights, self.dtype)
-            self.passing = dict(zip(map(id, members), quantized, strict=True))
-            self.final = members[-1]
-            self.made += 1
-        return self.passing.pop(id(linear))
+            self.pending = {id(member): values for member, values in zip(members, quantized, strict=True)}
+            self.last_member = members[-1]
+            self.times_folded += 1
+        return self.pending.pop(id(linear))
 
-    def fed(self, linear: QATLinear, inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    def rounded_inputs(self, linear: QATLinear, inputs: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a member's quantized inputs (..., I): one tensor for members with the same inputs, as q, k and v."""
         version = None if inputs.is_inference() else inputs._version
-        trains = torch.is_grad_enabled() and inputs.requires_grad
-        key = (id(inputs), version, id(linear.input_global_scale), dtype, trains)
-        if self.last is None or self.last[0] != key:  # `last` holds the inputs, so that no other tensor has their id
-            quantized = fused.activations(inputs, self.scheme.input_activations, linear.input_global_scale, dtype)
-            if trains:
-                values, quantized = quantized, inputs.to(dtype, copy=True)  # a cast's gradient passes unchanged
-                quantized.data = values
-            self.last = (key, inputs, quantized)
-        quantized = self.last[2]
-        if linear is self.final:
-            self.last = None
-        return quantized
+        needs_gradient = torch.is_grad_enabled() and inputs.requires_grad
+        key = (id(inputs), version, id(linear.input_global_scale), dtype, needs_gradient)
+        latest = self.latest_inputs
+        if latest is None or latest.key != key:
+            rounded = fused.activations(inputs, self.scheme.input_activations, linear.input_global_scale, dtype)
+            if needs_gradient:
+                # The same straight-through estimator: a cast passes its gradient unchanged, with other values in it.
+                cast = inputs.to(dtype, copy=True)
+                cast.data = rounded
+                rounded = cast
+            latest = _RoundedInputs(key, inputs, rounded)
+        self.latest_inputs = None if linear is self.last_member else latest
+        return latest.rounded
 
     @property
     def stale(self) -> bool:
         """Return whether a member's weight has changed since Q(W) was computed."""
-        return self.state != self._state()
+        return self.folded_state != self._weights_state()
 
-    def keep(self, quantized: list[Tensor], largest: Tensor) -> None:
+    def store(self, quantized: list[Tensor], largest: Tensor) -> None:
         """Store Q(W) of every member, just computed."""
-        for linear, values in zip(self.members.values(), quantized, strict=True):
-            exact, old = linear.weight, self.stand.get(id(linear))
-            kind = (exact.dtype, exact.device, exact.requires_grad)  # autograd remembers these
-            if old is None or old[0] is not exact or old[1] != kind:
+        members = list(self.members.values())
+        for linear, values in zip(members, quantized, strict=True):
+            master = linear.weight
+            properties = (master.dtype, master.device, master.requires_grad)
+            folded = self.folded_weights.get(id(linear))
+            if folded is None or folded.master is not master or folded.properties != properties:
                 with torch.enable_grad():
                     # A cast passes its gradient unchanged, natively; its values are replaced below.
-                    self.stand[id(linear)] = (exact, kind, exact.to(self.dtype, copy=True))
-            stands = self.stand[id(linear)][-1]
-            stands.data = values
+                    folded = _FoldedWeight(master, properties, master.to(self.dtype, copy=True))
+                self.folded_weights[id(linear)] = folded
+            folded.quantized.data = values
             # A backward pass through a forward pass from before this fold raises, instead of using the new Q(W).
-            torch.autograd.graph.increment_version(stands)
-        self.final, self.largest, self.state = linear, largest, self._state()
-        self.made += 1
+            torch.autograd.graph.increment_version(folded.quantized)
+        self.last_member = members[-1]
+        self.largest = largest
+        self.folded_state = self._weights_state()
+        self.times_folded += 1
 
-    def _state(self) -> list[tuple[int, int]]:
+    def release(self) -> None:
+        """Free the memory of Q(W), which is stale, before the next one is computed."""
+        self.folded_state = None
+        for folded in self.folded_weights.values():
+            folded.quantized.data = folded.quantized.new_empty(0)
+
+    def _weights_state(self) -> list[tuple[int, int]]:
         # Called in every forward pass: nn.Module's own attribute look-up is slow.
         weights = [linear._parameters["weight"] for linear in self.members.values()]
         return [(weight._version, weight.data_ptr()) for weight in weights]
@@ -115,7 +162,7 @@ def folds(model: nn.Module) -> list[Fold]:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Q(W) whose gradient is W's: nothing is saved, so FSDP frees W after the layer."""
+    """Q(W) with the gradient of W: nothing is saved, so FSDP frees W after the layer."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, quantized: Tensor) -> Tensor:
@@ -132,57 +179,56 @@ def refold(model: nn.Module) -> None:
 
     Sharded weights are only checked, since each forward pass computes its own Q(W).
     """
-    every = folds(model)
-    if any(fold.sharded for fold in every):
-        _check_shares(every)
+    model_folds = folds(model)
+    if any(fold.sharded for fold in model_folds):
+        _check_shares(model_folds)
     else:
-        _renew(every)
+        _renew(model_folds)
 
 
-def _check_shares(every: Sequence[Fold]) -> None:
+def _check_shares(model_folds: Sequence[Fold]) -> None:
     """Check each process's share of the weights; all of them raise if one has to."""
     from torch import distributed
 
-    names = [name for fold in every for name in fold.members]
-    shares = [sharded.share(linear.weight) for fold in every for linear in fold.members.values()]
-    for fold in every:
-        fold.passing.clear()  # what a pass has left that did not use all members
-    held = [place for place, share in enumerate(shares) if share.numel()]
-    bad = torch.zeros(len(shares), dtype=torch.int32, device=shares[0].device)
-    if held:
-        largest = torch.stack(torch._foreach_norm([shares[place] for place in held], math.inf))
-        bad[held] = (~largest.isfinite()).int()
+    names = [name for fold in model_folds for name in fold.members]
+    shares = [sharded.share(linear.weight) for fold in model_folds for linear in fold.members.values()]
+    for fold in model_folds:
+        fold.pending.clear()  # left by a pass that did not use all members
+    nonempty = [index for index, share in enumerate(shares) if share.numel()]
+    is_bad = torch.zeros(len(shares), dtype=torch.int32, device=shares[0].device)
+    if nonempty:
+        largest = torch.stack(torch._foreach_norm([shares[index] for index in nonempty], math.inf))
+        is_bad[nonempty] = (~largest.isfinite()).int()
     if distributed.is_initialized():
-        distributed.all_reduce(bad, distributed.ReduceOp.MAX)
-    if bad.any():  # one synchronization for all of them
-        raise _unfit(names[bad.tolist().index(1)])
+        distributed.all_reduce(is_bad, distributed.ReduceOp.MAX)
+    if is_bad.any():  # one synchronization for all of them
+        raise _not_finite(names[is_bad.tolist().index(1)])
 
 
-def _unfit(name: str) -> QrlError:
+def _not_finite(name: str) -> QrlError:
     return QrlError(
         f"The weight of {name} holds NaN or infinity, so it cannot be quantized: "
         "lower train.learning_rate, or check the checkpoint that training started from."
     )
 
 
-def _renew(stale: Sequence[Fold]) -> None:
+def _renew(stale_folds: Sequence[Fold]) -> None:
     """Compute Q(W) of folds of one format, in the memory of the previous one."""
-    groups: dict[tuple, list[Fold]] = {}
-    for fold in stale:
-        fold.state = None
-        for *_, stands in fold.stand.values():
-            stands.data = stands.new_empty(0)  # frees its memory
+    batches: dict[tuple, list[Fold]] = {}  # folds that one call can compute, by what they must have in common
+    for fold in stale_folds:
+        fold.release()
         weight = next(iter(fold.members.values())).weight
-        groups.setdefault((fold.dtype, weight.dtype, weight.device), []).append(fold)
-    for (dtype, _, _), group in groups.items():
+        batches.setdefault((fold.dtype, weight.dtype, weight.device), []).append(fold)
+
+    for (dtype, _, _), batch in batches.items():
         with torch.inference_mode(False), torch.no_grad():
-            masters = [[linear.weight for linear in fold.members.values()] for fold in group]
-            computed = fused.folded(masters, group[0].scheme.weights, dtype)
-            for fold, (quantized, largest) in zip(group, computed, strict=True):
-                fold.keep(quantized, largest)
-            finite = torch.cat([fold.largest for fold in group]).isfinite()
-        if not finite.all():  # one synchronization for all of them
-            for fold in group:
-                fold.state = None  # Q(W) is of no use
-            bad = [name for fold in group for name in fold.members][finite.tolist().index(False)]
-            raise _unfit(bad)
+            masters = [[linear.weight for linear in fold.members.values()] for fold in batch]
+            computed = fused.folded(masters, batch[0].scheme.weights, dtype)
+            for fold, (quantized, largest) in zip(batch, computed, strict=True):
+                fold.store(quantized, largest)
+            is_finite = torch.cat([largest for _, largest in computed]).isfinite()
+        if not is_finite.all():  # one synchronization for all of them
+            for fold in batch:
+                fold.folded_state = None  # Q(W) is of no use
+            names = [name for fold in batch for name in fold.members]
+            raise _not_finite(names[is_finite.tolist().index(False)])

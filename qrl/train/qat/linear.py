@@ -1,7 +1,8 @@
 """Linears that compute with Q(W), while the optimizer moves W.
 
-A linear's class is swapped, so that parameters, state-dict keys and checkpoints stay the same. README.md defines Q(W),
-its folds and its gradient.
+`attach` swaps the class of every linear that the format covers, in place, so that parameters, state-dict keys and
+checkpoints stay the same. Such a linear asks its fold for Q(W) in each forward pass; `fold` tells one step of training,
+and README.md defines Q(W), its folds and its gradient.
 """
 
 from collections.abc import Iterator
@@ -13,8 +14,7 @@ from torch.nn import functional
 
 from qrl.errors import BadInput, QrlError
 from qrl.formats import groups
-from qrl.formats.fakequant import linears
-from qrl.formats.fakequant import rounding as fake
+from qrl.formats.fakequant import linears, rounding
 from qrl.train import sharded
 from qrl.train.qat.fold import Fold, folds, refold
 
@@ -31,19 +31,27 @@ class QATLinear(nn.Linear):
     @property
     def multiplied(self) -> Tensor:
         """Return the matrix that multiplies the inputs, (O, I): Q(W), or W where quantization is off."""
-        return self.fold.weight_of(self) if self.fold.on else sharded.whole(self.weight)
+        return self.fold.weight_of(self) if self.fold.enabled else sharded.whole(self.weight)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if not self.fold.on:
+        fold = self.fold
+        if not fold.enabled:
             return functional.linear(inputs, self.weight, self.bias)
-        kind, dtype, bias = inputs.device.type, self.fold.dtype, self.bias
-        weight, quantizes = self.fold.straight_through(self), self.fold.scheme.input_activations is not None
-        if torch.is_autocast_enabled(kind):
-            autocast = torch.get_autocast_dtype(kind)
-            return functional.linear(self.fold.fed(self, inputs, autocast) if quantizes else inputs, weight, bias)
+        device_type = inputs.device.type
+        autocast = torch.is_autocast_enabled(device_type)
         # TRL's rollouts run without autocast: multiply in the dtype that the loss multiplies in.
-        bias = bias if bias is None else bias.to(dtype)
-        values = self.fold.fed(self, inputs, dtype) if quantizes else inputs.to(dtype)
+        dtype = torch.get_autocast_dtype(device_type) if autocast else fold.dtype
+
+        weight = fold.straight_through(self)
+        values = inputs
+        if fold.scheme.input_activations is not None:
+            values = fold.rounded_inputs(self, inputs, dtype)
+        elif not autocast:
+            values = inputs.to(dtype)
+
+        if autocast:  # which converts the bias, and decides the dtype of the result
+            return functional.linear(values, weight, self.bias)
+        bias = None if self.bias is None else self.bias.to(dtype)
         return functional.linear(values, weight, bias).to(inputs.dtype)
 
 
@@ -59,7 +67,7 @@ def attach(
 
     Args:
         model: with full-precision masters.
-        name: one of `fake.FORMATS`, or a file.
+        name: one of `rounding.FORMATS`, or a file.
         dtype: of the forward pass and of Q(W); default: the masters' own.
         group_size: as for `rounding.scheme`.
         shards: FSDP 2 will shard the weights, or does: each forward pass folds its own Q(W), and `refold` checks them.
@@ -70,26 +78,31 @@ def attach(
     Raises:
         BadInput: the format is unknown, does not fit the model, or weights are NaN or infinite.
     """
-    scheme = fake.scheme(name, group_size)
-    sharing: dict[tuple, dict[str, nn.Linear]] = {}  # linears by name, for each scale that they share
+    scheme = rounding.scheme(name, group_size)
+    linears_by_scale: dict[tuple, dict[str, nn.Linear]] = {}  # parent and fused leaves → linears by path
     for path, linear in linears.covered(model, name).items():
-        fake.check_width(path, linear, scheme.weights)
+        rounding.check_width(path, linear, scheme.weights)
         if linear.weight.dtype.itemsize < 2:
-            stored = linear.weight.dtype
-            raise BadInput(f"Layer {path} is in {stored}, but QAT needs masters of at least 16 bits: convert it first.")
+            raise BadInput(
+                f"Layer {path} is in {linear.weight.dtype}, but QAT needs masters of at least 16 bits: convert it "
+                "first."
+            )
         parent, _, leaf = path.rpartition(".")
         fused = next((leaves for leaves in FUSED if leaf in leaves), (leaf,))
-        sharing.setdefault((parent, fused), {})[path] = linear
-    attached: list[Fold] = []
-    for members in sharing.values():
+        linears_by_scale.setdefault((parent, fused), {})[path] = linear
+
+    model_folds: list[Fold] = []
+    for members in linears_by_scale.values():
         first = next(iter(members.values()))
-        attached.append(Fold(scheme, dtype or first.weight.dtype, members, attached, shards))
+        fold = Fold(scheme, dtype or first.weight.dtype, members, model_folds, shards)
+        model_folds.append(fold)
         for linear in members.values():
             linear.__class__ = QATLinear
-            linear.fold, linear.input_global_scale = attached[-1], None
+            linear.fold = fold
+            linear.input_global_scale = None
     if not shards:
         begin(model)
-    return attached
+    return model_folds
 
 
 def begin(model: nn.Module) -> None:
@@ -103,11 +116,11 @@ def begin(model: nn.Module) -> None:
 @contextmanager
 def off(model: nn.Module) -> Iterator[None]:
     """Compute in full precision: as a reference policy, and while activations are calibrated."""
-    switched = [fold for fold in folds(model) if fold.on]
+    switched = [fold for fold in folds(model) if fold.enabled]
     for fold in switched:
-        fold.on = False
+        fold.enabled = False
     try:
         yield
     finally:
         for fold in switched:
-            fold.on = True
+            fold.enabled = True

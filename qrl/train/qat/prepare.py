@@ -1,4 +1,10 @@
-"""Set up quantization-aware training: attach, calibrate, measure, and fold Q(W) anew after each optimizer step."""
+"""Set up quantization-aware training: attach, calibrate, measure, and fold Q(W) anew after each optimizer step.
+
+`begin` is called once, before the first step of a trainer. It swaps the linears (`linear.attach`), finds the scale of
+their inputs on calibration texts if the format has one (`calibrate`), measures how far Q(W) moves log-probabilities
+(`logprob_gap`), and registers `refold` for the end of each step. All processes of a training must end with the same
+scales and the same Q(W), so their digests are compared.
+"""
 
 import contextlib
 import functools
@@ -35,9 +41,9 @@ def check(settings: Train, base: Path, group_size: int = groups.USUAL) -> None:
             raise BadInput("train.qat_calibration calibrates train.qat, which is none: set one or omit the other.")
         return
     if settings.adapter:
-        qat, method = f"train.qat = {settings.qat}", f"train.method = {settings.method}"
         raise BadInput(
-            f"{qat} trains all weights, but {method} trains an adapter: set train.method = full, or train.qat = none."
+            f"train.qat = {settings.qat} trains all weights, but train.method = {settings.method} trains an adapter: "
+            "set train.method = full, or train.qat = none."
         )
     linears.check_fit(pretrained.skeleton(checkpoint.config(base)), settings.qat, group_size)
     _of_file(settings)
@@ -47,8 +53,8 @@ def begin(trainer, job: Job) -> None:
     """Attach the format to a trainer's policy, if there is one, and fold Q(W) after each of its optimizer steps.
 
     Activations are calibrated unless an earlier try left its scales in the work folder. Under FSDP that waits until the
-    trainer has sharded the model: before, it lies whole in main memory. The reference policy, if there is one, is a
-    separate model and stays in full precision.
+    trainer has sharded the model: until then each process has a whole copy in main memory. The reference policy, if
+    there is one, is a separate model and stays in full precision.
 
     Raises:
         BadInput: the format does not fit the model, or processes have other scales or another Q(W).
@@ -58,7 +64,8 @@ def begin(trainer, job: Job) -> None:
         return
     from transformers import TrainerCallback
 
-    model, shards = trainer.accelerator.unwrap_model(trainer.model), process.sharded()
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    shards = process.sharded()
     dtype = torch.bfloat16 if settings.compute == "bf16" else None
     attach(model, settings.qat, dtype, group_size=job.group_size, shards=shards)
     if not shards:
@@ -85,33 +92,39 @@ def _measure(model: nn.Module, job: Job, *, fresh: bool) -> None:
         job: of the training.
         fresh: the weights are those of the base; else the gap is read, which an earlier try left in the work folder.
     """
-    training, bf16, kept = model.training, job.settings.compute == "bf16", job.work / GAP_FILE
-    batches = texts(job, model.eval().device)
+    was_training = model.training
+    model.eval()
+    batches = texts(job, model.device)
     if linears.needs_calibration(job.settings.qat):
-        _scale(model, job, batches)
+        _load_scales_or_calibrate(model, job, batches)
+
+    gap_file = job.work / GAP_FILE
     if fresh:
-        with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=bf16):  # as the loss computes
-            gap = dict(zip((GAP, GAP_LARGEST), logprob_gap(model, batches), strict=True))
+        computes_in_bf16 = job.settings.compute == "bf16"
+        with torch.autocast(model.device.type, dtype=torch.bfloat16, enabled=computes_in_bf16):  # as the loss computes
+            mean_gap, largest_gap = logprob_gap(model, batches)
+        gap = {GAP: mean_gap, GAP_LARGEST: largest_gap}
         if process.rank() == 0:
             job.work.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(gap))
+            gap_file.write_text(json.dumps(gap))
     else:
-        gap = json.loads(kept.read_text()) if kept.is_file() else {}
-    model.train(training)
+        gap = json.loads(gap_file.read_text()) if gap_file.is_file() else {}
+    model.train(was_training)
     job.log(gap, 0)
     if process.world_size() > 1:
         parallel.agree({name: parallel.digest(tensors) for name, tensors in state(model).items()})
 
 
-def _scale(model: nn.Module, job: Job, batches: Sequence[dict[str, Tensor]]) -> None:
-    """Set the scales of an earlier try, or calibrate; sharded processes need one another, so the first one decides."""
-    found = [linears.read_activation_scales(job.work)]
+def _load_scales_or_calibrate(model: nn.Module, job: Job, batches: Sequence[dict[str, Tensor]]) -> None:
+    """Set the scales of an earlier try, or calibrate."""
+    earlier = [linears.read_activation_scales(job.work)]
     if process.sharded():
+        # Calibration needs all processes, and they may not see the same work folder: the first one decides.
         from accelerate.utils import broadcast_object_list
 
-        broadcast_object_list(found)
-    if found[0] is not None:
-        set_activation_scales(model, found[0])
+        broadcast_object_list(earlier)
+    if earlier[0] is not None:
+        set_activation_scales(model, earlier[0])
         return
     scales = calibrate(model, batches)
     if process.rank() == 0:
@@ -124,17 +137,23 @@ def texts(job: Job, device="cpu") -> list[dict[str, Tensor]]:
 
     They are a file's, or the first questions' worked solutions, chat-rendered, with the end token.
     """
-    settings, tokens = job.settings, hf.tokenizer(job.base)
-    limit, questions = settings.qat_calibration_max_tokens, job.questions[: settings.qat_calibration_samples]
-    rendered = (prompt.training_text(tokens, question, job.template) for question in questions)
-    rows = _of_file(settings) or list(rendered)
+    settings = job.settings
+    limit = settings.qat_calibration_max_tokens
+    tokens = hf.tokenizer(job.base)
+    rows = _of_file(settings)
+    if not rows:
+        questions = job.questions[: settings.qat_calibration_samples]
+        rows = [prompt.training_text(tokens, question, job.template) for question in questions]
     batches = []
     for start in range(0, len(rows), settings.qat_calibration_batch):
-        part = rows[start : start + settings.qat_calibration_batch]
-        batch = tokens(part, add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt")
-        if (length := batch["input_ids"].shape[1]) > limit:
-            above = f"above train.qat_calibration_max_tokens = {limit}"
-            raise BadInput(f"A calibration text has {length} tokens, {above}: raise it, or choose shorter texts.")
+        batch_rows = rows[start : start + settings.qat_calibration_batch]
+        batch = tokens(batch_rows, add_special_tokens=False, padding=True, padding_side="right", return_tensors="pt")
+        length = batch["input_ids"].shape[1]
+        if length > limit:
+            raise BadInput(
+                f"A calibration text has {length} tokens, above train.qat_calibration_max_tokens = {limit}: raise it, "
+                "or choose shorter texts."
+            )
         batches.append({key: batch[key].to(device) for key in ("input_ids", "attention_mask")})
     return batches
 
@@ -158,18 +177,22 @@ def calibrate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> dict[st
     """
     largest: dict[str, Tensor] = {}
 
-    def note(path: str, module: QATLinear, inputs: tuple[Tensor]) -> None:
-        seen = inputs[0][mask].abs().amax().float()
-        largest[path] = torch.maximum(largest.get(path, seen), seen)
+    def record_largest(path: str, module: QATLinear, inputs: tuple[Tensor]) -> None:
+        batch_largest = inputs[0][mask].abs().amax().float()
+        largest[path] = torch.maximum(largest.get(path, batch_largest), batch_largest)
 
     with off(model), torch.no_grad(), contextlib.ExitStack() as hooks:
         for path, module in _attached(model).items():
-            hooks.enter_context(module.register_forward_pre_hook(functools.partial(note, path)))
+            hooks.enter_context(module.register_forward_pre_hook(functools.partial(record_largest, path)))
         for batch in batches:
-            mask = batch["attention_mask"].bool()
+            mask = batch["attention_mask"].bool()  # read by the hooks
             model(**batch, use_cache=False)
-    # compressed-tensors gives NaN the scale 1.
-    scales = {path: float(value if value.isnan() else rounding.global_scale(value)) for path, value in largest.items()}
+
+    scales = {}
+    for path, value in largest.items():
+        # NaN stays, and is refused below: compressed-tensors would give it the scale 1.
+        scale = value if value.isnan() else rounding.global_scale(value)
+        scales[path] = float(scale)
     set_activation_scales(model, scales)
     return scales
 
@@ -181,17 +204,22 @@ def set_activation_scales(model: nn.Module, scales: dict[str, float]) -> None:
         BadInput: a scale is missing, belongs to no linear of the model, or is no positive number.
     """
     attached = _attached(model)
-    if missing := sorted(set(attached) ^ set(scales)):
-        raise BadInput(f"The activation scales do not fit the model ({missing[0]} is in only one): calibrate again.")
-    if bad := [path for path, scale in scales.items() if not 0 < scale < math.inf]:
+    in_only_one = sorted(set(attached) ^ set(scales))
+    if in_only_one:
         raise BadInput(
-            f"The activation scale of {bad[0]} is {scales[bad[0]]}, but must be a positive number: check the base's "
-            "weights and the calibration texts, and calibrate again."
+            f"The activation scales do not fit the model ({in_only_one[0]} is in only one): calibrate again."
         )
-    shared: dict[float, Tensor] = {}  # one tensor per value, so that members of a fold recognize equal inputs
+    for path, scale in scales.items():
+        if not 0 < scale < math.inf:
+            raise BadInput(
+                f"The activation scale of {path} is {scale}, but must be a positive number: check the base's weights "
+                "and the calibration texts, and calibrate again."
+            )
+    # One tensor per value: the members of a fold recognize by it that their inputs are rounded alike.
+    tensor_of: dict[float, Tensor] = {}
     for path, module in attached.items():
         scale = torch.tensor([scales[path]], dtype=torch.float32, device=module.weight.device)
-        module.input_global_scale = shared.setdefault(scales[path], scale)
+        module.input_global_scale = tensor_of.setdefault(scales[path], scale)
 
 
 def _attached(model: nn.Module) -> dict[str, QATLinear]:
@@ -199,13 +227,14 @@ def _attached(model: nn.Module) -> dict[str, QATLinear]:
 
 
 def state(model: nn.Module) -> dict[str, Iterator[tuple[str, Tensor]]]:
-    """Return what quantized linears compute with, by what it is: calibrated scales and Q(W), by the linear's name.
+    """Return what quantized linears compute with: calibrated scales and Q(W), each by the linear's name.
 
-    Sharded weights are gathered one fold after the other: all processes read them.
+    Sharded weights are gathered one fold after the other, as they are read, so all processes must read them.
     """
     attached = _attached(model).items()
     scales = ((path, module.input_global_scale) for path, module in attached if module.input_global_scale is not None)
-    return {"activation scales": scales, "folded weights": ((path, module.multiplied) for path, module in attached)}
+    weights = ((path, module.multiplied) for path, module in attached)
+    return {"activation scales": scales, "folded weights": weights}
 
 
 def logprob_gap(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> tuple[float, float]:
@@ -215,14 +244,16 @@ def logprob_gap(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> tuple
         model: with linears attached and calibrated, in evaluation mode.
         batches: input_ids and attention_mask, (B, L), padded on the right; padding does not count.
     """
-    gaps = []
+    batch_gaps = []
     with torch.no_grad():
         for batch in batches:
             quantized = _logprobs(model, batch)
             with off(model):
-                gaps.append((quantized - _logprobs(model, batch)).abs()[batch["attention_mask"][:, 1:].bool()])
-    every = torch.cat(gaps)
-    return float(every.mean()), float(every.max())
+                exact = _logprobs(model, batch)
+            mask = batch["attention_mask"][:, 1:].bool()
+            batch_gaps.append((quantized - exact).abs()[mask])
+    gaps = torch.cat(batch_gaps)
+    return float(gaps.mean()), float(gaps.max())
 
 
 def _logprobs(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -84,7 +84,7 @@ def check_length(job: Job) -> None:
         raise BadInput(f"{where} is {limit}, but {texts}: raise it to {longest}, or shorten these.")
 
 
-def known(settings: Rollout, train: Train) -> dict[str, str]:
+def startup_warnings(settings: Rollout, train: Train) -> dict[str, str]:
     """Return what is known of the engine's gap before the first step, as sentences by the name of their warning."""
     if settings.engine != VLLM or train.teacher or train.algorithm == "sft":  # whose loss reads nothing of an engine's
         return {}

@@ -1,7 +1,9 @@
 """A format's codes and scales for vLLM's own kernels: the tensors of a stored checkpoint, packed anew at every sync.
 
-The engine starts as for such a checkpoint, with random codes; its first sync replaces all of them. What it computes is
-not bit for bit what training simulates: `engine_gap` measures the difference. Written for vLLM 0.31.
+With `rollout.quantization = real` the engine does not simulate the format of training, but runs it: it is created as
+for a stored checkpoint of that format (`engine_config`), starts with random codes, and gets the present ones at every
+sync (`named_codes`). What it computes is not bit for bit what training simulates: `engine_gap` measures the
+difference. Written for vLLM 0.31.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _PART = re.compile(r"\.weight_(shape|global_scale|scale|packed)$")
 
 
 def engine_config(base: str | Path, name: str, group_size: int = groups.USUAL) -> dict[str, Any]:
-    """Return a checkpoint's `quantization_config` for a base whose covered linears hold a format's codes.
+    """Return the `quantization_config` of a checkpoint that stores a base's covered linears as a format's codes.
 
     `group_size` is as for `rounding.scheme`.
 
@@ -38,13 +40,18 @@ def engine_config(base: str | Path, name: str, group_size: int = groups.USUAL) -
     """
     from compressed_tensors.quantization import QuantizationConfig
 
-    model, scheme = pretrained.skeleton(checkpoint.config(base)), rounding.scheme(name, group_size)
+    model = pretrained.skeleton(checkpoint.config(base))
     covered = linears.covered(model, name)
-    others = [path for path, module in model.named_modules() if isinstance(module, nn.Linear) and path not in covered]
-    stored = _format(scheme)
-    scheme = scheme.model_copy(update={"format": stored})
-    groups = {"config_groups": {"group_0": scheme}, "ignore": others}
-    return QuantizationConfig(**groups, format=stored, quantization_status="compressed").model_dump(mode="json")
+    linear_paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
+    scheme = rounding.scheme(name, group_size)
+    layout = _layout(scheme)
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme.model_copy(update={"format": layout})},
+        ignore=[path for path in linear_paths if path not in covered],
+        format=layout,
+        quantization_status="compressed",
+    )
+    return config.model_dump(mode="json")
 
 
 def named_codes(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -59,25 +66,26 @@ def named_codes(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Ten
         `sync.named_weights`. A linear's largest tensor comes last: vLLM counts the shapes of fused linears more than
         once, and would otherwise take them for complete too early.
     """
-    of_linear = {}
+    fold_of = {}  # name of a covered weight → its fold, and its number among the fold's members
     for fold in folds(model):
-        for path, linear in fold.members.items():
-            of_linear[f"{sync.checkpoint_name(path)}.weight"] = (fold, linear)
-    scaled: tuple[Any, dict[int, tuple[Tensor, Tensor]], Tensor | None] = (None, {}, None)  # of the latest fold
+        for index, path in enumerate(fold.members):
+            fold_of[f"{sync.checkpoint_name(path)}.weight"] = (fold, index)
+
+    # The members of a fold come one after the other, so their masters and scales are kept for one fold at a time.
+    latest_fold = None
     for name, weight in sync.named_weights(model, dtype):
-        if name not in of_linear:
+        if name not in fold_of:
             yield name, weight
             continue
-        fold, linear = of_linear[name]
-        if scaled[0] is not fold:
-            masters = [sharded.whole(each.weight) for each in fold.members.values()]
-            scales, shared, _ = rounding.scales(masters, fold.scheme.weights)
-            of_member = zip(map(id, fold.members.values()), zip(masters, scales, strict=True), strict=True)
-            scaled = (fold, dict(of_member), shared)
-        parts = _compressed(*scaled[1][id(linear)], fold.scheme, scaled[2])
+        fold, index = fold_of[name]
+        if fold is not latest_fold:
+            masters = [sharded.whole(linear.weight) for linear in fold.members.values()]
+            scales, global_scale, _ = rounding.scales(masters, fold.scheme.weights)
+            latest_fold = fold
+        tensors = _compressed(masters[index], scales[index], fold.scheme, global_scale)
         for part in _ORDER:
-            if part in parts:
-                yield f"{name.removesuffix('.weight')}.{part}", parts[part]
+            if part in tensors:
+                yield f"{name.removesuffix('.weight')}.{part}", tensors[part]
 
 
 def plain_name(name: str) -> str:
@@ -85,18 +93,18 @@ def plain_name(name: str) -> str:
     return _PART.sub(".weight", name)
 
 
-def _compressed(weight: Tensor, scale: Tensor, scheme, shared: Tensor | None) -> dict[str, Tensor]:
+def _compressed(weight: Tensor, scale: Tensor, scheme, global_scale: Tensor | None) -> dict[str, Tensor]:
     """Return the stored tensors of a matrix (O, I), by their last name."""
     from compressed_tensors.compressors import BaseCompressor
 
-    given = {"weight": weight, "weight_scale": scale}
-    if shared is not None:
-        given["weight_global_scale"] = shared
+    state = {"weight": weight, "weight_scale": scale}
+    if global_scale is not None:
+        state["weight_global_scale"] = global_scale
     with torch.no_grad():
-        return BaseCompressor.get_value_from_registry(_format(scheme)).compress(given, scheme)
+        return BaseCompressor.get_value_from_registry(_layout(scheme)).compress(state, scheme)
 
 
-def _format(scheme) -> str:
+def _layout(scheme) -> str:
     """Return compressed-tensors' name of the layout in which it stores a scheme."""
     from compressed_tensors.compressors.format import infer_module_format
 

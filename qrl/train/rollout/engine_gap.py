@@ -1,4 +1,9 @@
-"""How far the sampling engine is from the trained model, in log-probabilities of the sampled tokens."""
+"""How far the sampling engine is from the trained model, in log-probabilities of the sampled tokens.
+
+GRPO assumes that completions were drawn from the model that is updated. vLLM computes with other kernels, and perhaps
+in another format, so it draws from a slightly different distribution q, while the trainer has p. TRL corrects for it
+with the weights p/q; here their size is measured, so that a watcher can stop a training before they lose their meaning.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,29 +43,44 @@ def measure(trainer: Tensor, engine: Tensor, mask: Tensor, gather: Callable = la
     Source: k1 and k3, Schulman, "Approximating KL Divergence" (2020), with samples from q; ESS = (Σw)² / (n Σw²), Kish
     1965.
     """
-    known = mask.bool() & ~torch.isnan(engine)
-    difference = torch.where(known, trainer.double() - engine.double(), 0.0)
-    ratio = difference.exp()
-    k3_terms, place, count = ratio - 1 - difference, known.cumsum(dim=1), known.sum(dim=1, keepdim=True)
-    quarter = (count + 3) // 4
-    first, last = known & (place <= quarter), known & (place > count - quarter)
-    parts = [known.sum(), -difference.sum(), k3_terms.sum(), ratio[known].sum(), ratio[known].square().sum()]
-    parts += [quarter.sum(), k3_terms[first].sum(), k3_terms[last].sum()]
-    sums = gather(torch.stack([part.double() for part in parts])[None]).sum(dim=0).tolist()
-    tokens, k1, k3, w, w2, quarters, k3_first, k3_last = sums
-    by_sequence = gather(torch.where(known.any(dim=1), difference.sum(dim=1), torch.nan))
+    scored = mask.bool() & ~torch.isnan(engine)
+    log_ratio = torch.where(scored, trainer.double() - engine.double(), 0.0)  # log p/q
+    ratio = log_ratio.exp()
+    k3_terms = ratio - 1 - log_ratio
+
+    position = scored.cumsum(dim=1)  # of a token among the scored ones of its completion, from 1
+    length = scored.sum(dim=1, keepdim=True)
+    quarter = (length + 3) // 4
+    in_first = scored & (position <= quarter)
+    in_last = scored & (position > length - quarter)
+
+    # One exchange between the processes for all sums.
+    local_sums = [
+        scored.sum(),
+        -log_ratio.sum(),
+        k3_terms.sum(),
+        ratio[scored].sum(),
+        ratio[scored].square().sum(),
+        quarter.sum(),
+        k3_terms[in_first].sum(),
+        k3_terms[in_last].sum(),
+    ]
+    sums = gather(torch.stack([value.double() for value in local_sums])[None]).sum(dim=0).tolist()
+    tokens, k1, k3, weights, squared_weights, quarter_tokens, k3_first, k3_last = sums
+    sequence_log_ratios = gather(torch.where(scored.any(dim=1), log_ratio.sum(dim=1), torch.nan))
     if tokens < 1:
         raise ValueError("no token was scored by both the engine and the trainer")
     return Gap(
         kl_k1=k1 / tokens,
         kl_k3=k3 / tokens,
-        kl_k3_first_quarter=k3_first / quarters,
-        kl_k3_last_quarter=k3_last / quarters,
-        token_ess=w * w / (tokens * w2),
-        sequence_ess=effective_share(by_sequence[~by_sequence.isnan()]),
+        kl_k3_first_quarter=k3_first / quarter_tokens,
+        kl_k3_last_quarter=k3_last / quarter_tokens,
+        token_ess=weights * weights / (tokens * squared_weights),
+        sequence_ess=effective_share(sequence_log_ratios[~sequence_log_ratios.isnan()]),
     )
 
 
-def effective_share(logs: Tensor) -> float:
+def effective_share(log_weights: Tensor) -> float:
     """Return the effective sample size of n weights, as a share of n, from their logarithms (n,) of any magnitude."""
-    return float((2 * torch.logsumexp(logs, 0) - torch.logsumexp(2 * logs, 0)).exp() / len(logs))
+    log_size = 2 * torch.logsumexp(log_weights, 0) - torch.logsumexp(2 * log_weights, 0)
+    return float(log_size.exp() / len(log_weights))

@@ -1,4 +1,9 @@
-"""What a rollout server must be, asked of it before any weight is loaded."""
+"""Check a rollout server before any weight is loaded, by what it says of itself.
+
+A server is started by somebody else, perhaps on another machine, so nothing about it can be assumed. vLLM's development
+mode reports version and configuration over HTTP; whatever would make training wait, fail or go wrong without a word is
+compared with the recipe: version, formats, dtype, the transfer of weights, log-probabilities, and the GPUs.
+"""
 
 import contextlib
 import http.client
@@ -17,7 +22,8 @@ from qrl.train.rollout import vllm_engine
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROCESSED = "processed_logprobs"  # vLLM's name for those of the distribution that it samples from
-UNUSABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, http.client.HTTPException)  # of an answer
+# What reading a server's answer raises where it is no vLLM server, or none at all.
+UNUSABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, http.client.HTTPException)
 
 
 def check(settings: Rollout, train: Train) -> None:
@@ -48,15 +54,16 @@ def longest(settings: Rollout) -> int | None:
     """Return how many tokens a server's texts may have, prompt and completion; None if it does not say."""
     address = settings.server.rstrip("/")
     with _understood(address):
-        return (_information(address)["vllm_config"].get("model_config") or {}).get("max_model_len")
+        model_config = _information(address)["vllm_config"].get("model_config") or {}
+        return model_config.get("max_model_len")
 
 
 def _information(address: str) -> dict:
-    about = _get(f"{address}/server_info?config_format=json", timeout=60)
+    information = _get(f"{address}/server_info?config_format=json", timeout=60)
     for name in ("model_config", "cache_config", "weight_transfer_config"):
-        if not isinstance(about["vllm_config"].get(name), dict | None):
+        if not isinstance(information["vllm_config"].get(name), dict | None):
             raise TypeError(f"its {name} is no mapping")
-    return about
+    return information
 
 
 def _get(address: str, timeout: float) -> dict:
@@ -83,7 +90,8 @@ def absent(error: Exception, kind: str, address: str, remedy: str) -> BadInput:
 
 def reason(error: Exception) -> str:
     """Return why a server's answer is `UNUSABLE`, in one line."""
-    return " ".join(str(getattr(error, "reason", "") or error).split())[:300] or type(error).__name__
+    text = str(getattr(error, "reason", "") or error)
+    return " ".join(text.split())[:300] or type(error).__name__
 
 
 def check_apart(theirs: str | None, workers: int, ours: str | None) -> None:

@@ -1,7 +1,8 @@
 """An adapter in one of vLLM's LoRA slots: A and B are sent, and the engine keeps the base that it was sent once.
 
-vLLM then multiplies by the base and by the adapter, as training does, instead of by one merged matrix. The tensors go
-from memory to memory; vLLM's public way reads a folder. Written for vLLM 0.31.
+vLLM then multiplies by the base and by the adapter, as training does, instead of by one merged matrix: less is sent,
+and nothing is rounded to bfloat16 in between. vLLM's public interface reads an adapter from a folder; here the tensors
+go from memory to memory, through vLLM's manager of adapters (`load`). Written for vLLM 0.31.
 """
 
 from __future__ import annotations
@@ -27,30 +28,34 @@ _ID = 1  # of the only adapter
 
 def unfit(settings: Rollout, train: Train) -> str:
     """Return why the recipe's adapter cannot be in a slot, and what to set; empty if it can, or need not."""
-    rank = train.adapter_rank
-    reasons = {
-        "sends an adapter, but train.method = full trains all weights: set train.method = lora or qlora": (
-            not train.adapter
-        ),
-        "needs an engine in the training process, since a server is sent merged weights: set rollout.mode = colocate": (
-            settings.mode == "server"
-        ),
-        f"keeps the engine's base in full precision, but rollout.quantization = {settings.quantization} requantizes "
-        "merged weights at every sync: set rollout.quantization = none": settings.quantization != "none",
-        f"holds ranks up to {RANKS[-1]}, but train.lora_rank = {rank}: lower it": rank > RANKS[-1],
-    }
-    return next((reason for reason, holds in reasons.items() if holds and settings.adapter == NAME), "")
+    if settings.adapter != NAME:
+        return ""
+    if not train.adapter:
+        return "sends an adapter, but train.method = full trains all weights: set train.method = lora or qlora"
+    if settings.mode == "server":
+        return (
+            "needs an engine in the training process, since a server is sent merged weights: set rollout.mode = "
+            "colocate"
+        )
+    if settings.quantization != "none":
+        return (
+            f"keeps the engine's base in full precision, but rollout.quantization = {settings.quantization} "
+            "requantizes merged weights at every sync: set rollout.quantization = none"
+        )
+    if train.adapter_rank > RANKS[-1]:
+        return f"holds ranks up to {RANKS[-1]}, but train.lora_rank = {train.adapter_rank}: lower it"
+    return ""
 
 
 def options(model: nn.Module) -> dict[str, Any]:
     """Return vLLM's options for an engine with one slot, only in the linears that the model's adapter extends."""
-    adapter = {name: len(down) for name, down, _ in sync.named_adapter(model)}
-    rank = max(adapter.values())
+    rank_of = {name: len(matrix_a) for name, matrix_a, _ in sync.named_adapter(model)}
+    largest_rank = max(rank_of.values())
     return {
         "enable_lora": True,
         "max_loras": 1,
-        "max_lora_rank": next(size for size in RANKS if size >= rank),
-        "lora_target_modules": sorted({name.rpartition(".")[2] for name in adapter}),
+        "max_lora_rank": next(size for size in RANKS if size >= largest_rank),
+        "lora_target_modules": sorted({name.rpartition(".")[2] for name in rank_of}),
     }
 
 
@@ -78,10 +83,11 @@ def load(engine: LLM, adapter: Iterator[tuple[str, torch.Tensor, torch.Tensor]])
     mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
     with torch.no_grad():
         tensors = {}
-        for name, down, up in adapter:
-            rank = len(down)
-            tensors |= {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up}
-        sent = LoRAModel.from_lora_tensors(
+        for name, matrix_a, matrix_b in adapter:
+            rank = len(matrix_a)
+            tensors[f"base_model.model.{name}.lora_A.weight"] = matrix_a
+            tensors[f"base_model.model.{name}.lora_B.weight"] = matrix_b
+        lora = LoRAModel.from_lora_tensors(
             _ID,
             tensors,
             PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),  # B is scaled already
@@ -89,14 +95,16 @@ def load(engine: LLM, adapter: Iterator[tuple[str, torch.Tensor, torch.Tensor]])
             dtype=runner.lora_config.lora_dtype,
             weights_mapper=mapper and mapper.get_rename_mapper(),
         )
-        slots = set(manager.modules) | {part for parts in manager.packed_modules.values() for part in parts}
-        if lost := sorted(set(sent.loras) - slots):
+        # vLLM ignores the adapter of a linear without a slot. Fused linears are listed under their parts.
+        slots = set(manager.modules).union(*manager.packed_modules.values())
+        without_slot = sorted(set(lora.loras) - slots)
+        if without_slot:
             raise QrlError(
-                f"The rollout engine has no slot for the adapter of {lost[0]}, and would sample without it: set "
-                "rollout.adapter = merged, and report the model's architecture."
+                f"The rollout engine has no slot for the adapter of {without_slot[0]}, and would sample without it: "
+                "set rollout.adapter = merged, and report the model's architecture."
             )
         manager.remove_adapter(_ID)
-        manager.add_adapter(sent)
+        manager.add_adapter(lora)
         manager.activate_adapter(_ID)
     if torch.cuda.is_available():
         torch.cuda.synchronize()

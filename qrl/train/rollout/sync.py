@@ -1,7 +1,11 @@
-"""The weights a rollout engine is sent: full precision, under their checkpoint's names, computed out of place.
+"""The weights that a rollout engine is sent: full precision, under their checkpoint's names, computed out of place.
 
-TRL merges and unmerges the adapter in place, and the base drifts (README.md). Here the trained model is never written
-to: each tensor is the dequantized base plus the adapter's share, sent and then freed; of quantized linears it is Q(W).
+TRL merges the adapter into the base in place before a sync and subtracts it afterwards; each time the base is rounded,
+and drifts (README.md). Here the trained model is never written to. What is sent for a weight depends on what trains it:
+
+- a plain weight: itself, dequantized from NF4 or INT8 where it is stored so;
+- a linear with an adapter: the dequantized base plus ΔW, as a new tensor that is freed after it was sent;
+- a linear under quantization-aware training: Q(W), since the loss multiplies by that, and not the master W.
 """
 
 from collections.abc import Iterator
@@ -31,7 +35,9 @@ def named_weights(
     """
     from qrl.train.qat import linear
 
-    layers = {id(layer.base_layer): layer for _, layer in _adapted(model)} if adapters else {}
+    adapter_of = {}  # id of a base linear → the LoRA layer around it
+    if adapters:
+        adapter_of = {id(layer.base_layer): layer for _, layer in _adapted(model)}
     sent = set()
     with torch.no_grad():
         for prefix, module in model.named_modules():
@@ -39,12 +45,15 @@ def named_weights(
                 if id(weight) in sent or ".lora_" in name:
                     continue
                 sent.add(id(weight))
-                layer = layers.get(id(module)) if name.endswith(".weight") else None
                 if isinstance(module, linear.QATLinear) and weight is module.weight:
                     value = module.multiplied  # the loss's matrix, not the master
+                elif id(module) in adapter_of and name.endswith(".weight"):
+                    value = adapted(adapter_of[id(module)])
                 else:
-                    value = full(weight, module) if layer is None else adapted(layer)
-                yield checkpoint_name(name), value if dtype is None else value.to(dtype)
+                    value = full(weight, module)
+                if dtype is not None:
+                    value = value.to(dtype)
+                yield checkpoint_name(name), value
 
 
 def named_scales(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -68,17 +77,18 @@ def named_adapter(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, torch.T
         r. ΔW is the product of the second by the first.
     """
     for name, layer in _adapted(model):
-        active = [each for each in layer.active_adapters if each in layer.lora_A]
-        down = [layer.lora_A[each].weight.detach().float() for each in active]
-        up = [layer.lora_B[each].weight.detach().float() * layer.scaling[each] for each in active]
-        if active:
-            yield checkpoint_name(name), torch.cat(down), torch.cat(up, dim=1)
+        active = [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
+        if not active:
+            continue
+        a = [layer.lora_A[adapter].weight.detach().float() for adapter in active]
+        scaled_b = [layer.lora_B[adapter].weight.detach().float() * layer.scaling[adapter] for adapter in active]
+        yield checkpoint_name(name), torch.cat(a), torch.cat(scaled_b, dim=1)
 
 
 def _adapted(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the layers of a model that PEFT's LoRA extends, by name."""
-    named = model.named_modules()
-    return [(name, layer) for name, layer in named if hasattr(layer, "base_layer") and hasattr(layer, "lora_A")]
+    modules = model.named_modules()
+    return [(name, layer) for name, layer in modules if hasattr(layer, "base_layer") and hasattr(layer, "lora_A")]
 
 
 def checkpoint_name(name: str) -> str:
@@ -100,9 +110,12 @@ def adapted(layer: nn.Module) -> torch.Tensor:
     """Return base plus ΔW of one LoRA layer as a new tensor (out_features, in_features), in the base's dtype."""
     base = full(layer.base_layer.weight, layer.base_layer)
     total = base.float()
-    total = total.clone() if total.data_ptr() == base.data_ptr() else total
-    for name in layer.active_adapters:
-        if name in layer.lora_A:
-            a, b = layer.lora_A[name].weight.detach().float(), layer.lora_B[name].weight.detach().float()
-            total.addmm_(b, a, alpha=layer.scaling[name])
+    if total.data_ptr() == base.data_ptr():  # a base in float32: `float` returns the model's own tensor
+        total = total.clone()
+    for adapter in layer.active_adapters:
+        if adapter not in layer.lora_A:
+            continue
+        a = layer.lora_A[adapter].weight.detach().float()
+        b = layer.lora_B[adapter].weight.detach().float()
+        total.addmm_(b, a, alpha=layer.scaling[adapter])
     return total.to(base.dtype)

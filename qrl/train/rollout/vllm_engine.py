@@ -1,4 +1,9 @@
-"""vLLM in the training process: create an engine, load weights, sample, sleep and wake; whose random numbers it draws.
+"""vLLM in the training process: create an engine, load weights, sample, sleep and wake, with a seed of its own.
+
+One step of training, as `trl/vllm_link` calls it: `wake` gives the engine its memory back, `load` replaces its weights
+by training's present ones, `generate` samples the step's completions, `sleep` frees the memory for the update. An
+engine that fits next to training never sleeps (`sleeps`). Everything here exists because vLLM assumes that it is
+alone: on the GPU, in its process, and with weights that never change.
 
 This file depends on vLLM's version, as does `engine/vllm_fakequant`. On H100s and H200s studies ran with 0.31.0, which
 `projects/vllm` pins, and older measurements with 0.25.1. Others that TRL 1.16 supports, from 0.22 on, are expected to
@@ -33,7 +38,8 @@ if TYPE_CHECKING:
 FP8 = "fp8_per_tensor"  # one scale per weight tensor, computed at every sync, and one per token's activations
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper: the first GPUs that multiply in 8-bit floats
 BATCHED_TOKENS = 8192  # of prompts, in one engine step
-_TAKEN = 0.5  # largest share of the GPU for weights, gradients, optimizer and an awake engine; the rest: activations
+# Largest share of the GPU for weights, gradients, optimizer and an awake engine; activations take the rest.
+_MAX_RESIDENT_SHARE = 0.5
 SLOW_FP8 = range(17, 64)  # batch sizes with slower FP8 products on Hopper than a batch of 64 (README.md)
 
 
@@ -48,9 +54,9 @@ def create(
     qat: str = "none",
     group_size: int = groups.USUAL,
     slot: Mapping[str, Any] | None = None,
-    whole: bool = False,
+    raw_logprobs: bool = False,
 ) -> LLM:
-    """Return an engine in this process, beside the trained model.
+    """Return an engine in the process of the trained model.
 
     Args:
         model: the base's checkpoint folder; the first `load` overwrites its weights.
@@ -60,7 +66,7 @@ def create(
         qat: the format of training; the engine rounds activations as its forward pass does, or holds its codes.
         group_size: inputs that share a scale, of its codes in integers.
         slot: vLLM's options for an adapter that is not merged, from `slot.options`.
-        whole: report log-probabilities before tokens are penalized or left out, at temperature 1.
+        raw_logprobs: report log-probabilities before tokens are penalized or left out, at temperature 1.
 
     Raises:
         BadInput: vLLM has no kernel for the format here.
@@ -69,23 +75,28 @@ def create(
     """
     from vllm import LLM
 
-    rounds, real = {}, settings.quantization == codes.NAME
-    if real:
+    holds_codes = settings.quantization == codes.NAME
+    rounding = operation.engine_config(qat)
+    format_options: dict[str, Any] = {}
+    if holds_codes:
         config = codes.engine_config(model, qat, group_size)
         vllm_support.check_format(config, "cuda" if torch.cuda.is_available() else "cpu")
         # The base's own weights are no codes, so the engine starts with random ones.
-        rounds = {"hf_overrides": {"quantization_config": config}, "load_format": _codes_loader()}
-    elif config := operation.engine_config(qat):
+        format_options = {"hf_overrides": {"quantization_config": config}, "load_format": _codes_loader()}
+    elif rounding:
         from qrl.engine import vllm_fakequant  # which makes its method known to vLLM
 
-        rounds = {"hf_overrides": {"quantization_config": config}}
+        format_options = {"hf_overrides": {"quantization_config": rounding}}
     fp8 = settings.quantization == "fp8"
+    batch_options = _batches(sequences, fp8=fp8 or (holds_codes and qat == "fp8"), compiled=settings.compile)
+
     # One engine per process, in the process itself: vLLM reads the variables that torchrun sets.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ.setdefault("LOCAL_RANK", str(rank))
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", str(get_free_port()))  # TRL's 29500 collides when two trainings start together
-    room = memory.free()
+
+    free_memory = memory.free()
     try:
         with process.swallowing():
             engine = LLM(
@@ -96,18 +107,22 @@ def create(
                 **vllm.shares(settings.gpu_memory_utilization, settings.kv_cache_gib),
                 max_model_len=settings.max_model_tokens,
                 max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
-                **_batches(sequences, fp8=fp8 or (real and qat == "fp8"), compiled=settings.compile),
+                **batch_options,
                 enable_sleep_mode=sleeps,
                 distributed_executor_backend="external_launcher",
-                logprobs_mode="raw_logprobs" if whole else "processed_logprobs",  # the latter: at the temperature
+                logprobs_mode="raw_logprobs"
+                if raw_logprobs
+                else "processed_logprobs",  # the latter: at the temperature
                 seed=rank,
                 trust_remote_code=False,
-                **rounds,
+                **format_options,
                 **(slot or {}),
             )
     except Exception as error:  # whatever vLLM raised
-        raise memory.unstarted(error, settings, room) from error
-    if rounds and not real and not vllm_fakequant.rounding_layers(runner(engine).model):
+        raise memory.unstarted(error, settings, free_memory) from error
+
+    rounds_inputs = bool(rounding) and not holds_codes
+    if rounds_inputs and not vllm_fakequant.rounding_layers(runner(engine).model):
         raise QrlError(
             f"The rollout engine does not round activations as train.qat = {qat} does: set rollout.engine = "
             "transformers, and report the model's architecture."
@@ -117,10 +132,11 @@ def create(
 
 @functools.cache
 def _codes_loader() -> str:
-    """Register how vLLM loads codes that the first sync will send, and return the name: random ones, under scales of 1.
+    """Register a loader of random codes with scales of 1, for an engine that waits for its first sync; return its name.
 
-    Of vLLM's random scales of NVFP4 Marlin's preparation makes infinities: 1/0.001 · 2¹¹⁹ exceeds float32. Logits are
-    then NaN, and the engine, which samples while it starts, reads the embedding of a token that does not exist.
+    vLLM's own loader draws random scales, too. For NVFP4, Marlin's preparation turns these into infinities: 1/0.001 ·
+    2¹¹⁹ exceeds float32. Logits are then NaN, and the engine, which samples while it starts, reads the embedding of a
+    token that does not exist.
     """
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -145,13 +161,18 @@ def runner(engine: LLM):
 
 def _batches(sequences: int, *, fp8: bool, compiled: bool) -> dict:
     """Return how many completions run at once, what is compiled and, in FP8, the batch sizes to pad to."""
-    options = {"max_num_seqs": sequences, "compilation_config": {}} | ({} if compiled else vllm.GRAPHS_ALONE)
+    options: dict[str, Any] = {"max_num_seqs": sequences, "compilation_config": {}}
+    if not compiled:
+        options |= vllm.GRAPHS_ALONE
     if not fp8 or sequences < SLOW_FP8.start:
         return options
-    most = max(sequences, SLOW_FP8.stop)
-    usual = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's own, up to twice the completions
-    sizes = {"cudagraph_capture_sizes": [n for n in usual if n <= 2 * most and n not in SLOW_FP8]}
-    return options | {"max_num_seqs": most, "compilation_config": options["compilation_config"] | sizes}
+
+    # Without a graph for the slow sizes, vLLM pads such a batch to the next size that has one.
+    max_sequences = max(sequences, SLOW_FP8.stop)
+    default_sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]  # vLLM's, up to twice the completions
+    sizes = [size for size in default_sizes if size <= 2 * max_sequences and size not in SLOW_FP8]
+    compilation = options["compilation_config"] | {"cudagraph_capture_sizes": sizes}
+    return options | {"max_num_seqs": max_sequences, "compilation_config": compilation}
 
 
 def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, reloads: bool) -> None:
@@ -166,18 +187,19 @@ def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, reloads: b
     Raises:
         QrlError: a weight of the engine was not among them, so it would sample with an old one.
     """
-    own = runner(engine)
+    model_runner = runner(engine)
+    model = model_runner.model
     with torch.no_grad():
         if reloads:
-            names: set[str] = set()
-            _give_loaders(own.model)
-            with _in_place(own.model):
-                own.reload_weights(weights_iterator=_noted(weights, names))
-            missing = _checkpoint_names(engine) - names
+            sent_names: set[str] = set()
+            _give_loaders(model)
+            with _in_place(model):
+                model_runner.reload_weights(weights_iterator=_noted(weights, sent_names))
+            missing = _checkpoint_names(engine) - sent_names
         else:
             # vLLM's linears with a slot for an adapter hold their own weight one level deeper.
-            held = {name.replace(".base_layer.", ".") for name, _ in own.model.named_parameters()}
-            missing = held - own.model.load_weights(weights)
+            engine_names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
+            missing = engine_names - model.load_weights(weights)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     if missing:
@@ -189,6 +211,7 @@ def load(engine: LLM, weights: Iterator[tuple[str, torch.Tensor]], *, reloads: b
 
 
 def _noted(weights: Iterator[tuple[str, torch.Tensor]], names: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights, and add the names of those that were taken to a set: the reload itself reports none."""
     for name, weight in weights:
         names.add(codes.plain_name(name))
         yield name, weight
@@ -201,25 +224,30 @@ def _give_loaders(model: torch.nn.Module) -> None:
     for layer in model.modules():
         bias = getattr(layer, "bias", None)
         if isinstance(layer, LinearBase) and bias is not None and not hasattr(bias, "weight_loader"):
-            bias.output_dim, bias.weight_loader = 0, layer.weight_loader
+            bias.output_dim = 0
+            bias.weight_loader = layer.weight_loader
 
 
 @contextlib.contextmanager
 def _in_place(model: torch.nn.Module) -> Iterator[None]:
     """Put tensors that a reload has moved back to where the engine's graphs read: Marlin's kernel moves biases."""
-    before = {name: parameter.data for name, parameter in model.named_parameters()}
+    originals = {name: parameter.data for name, parameter in model.named_parameters()}
     yield
     for name, parameter in model.named_parameters():
-        place = before.get(name)
-        if place is not None and place.data_ptr() != parameter.data_ptr() and place.shape == parameter.shape:
-            parameter.data = place.copy_(parameter.data)
+        original = originals.get(name)
+        if original is None or original.shape != parameter.shape:
+            continue
+        if original.data_ptr() != parameter.data_ptr():
+            parameter.data = original.copy_(parameter.data)
 
 
 def _checkpoint_names(engine: LLM) -> set[str]:
     """Return the tensors of the engine's checkpoint; training sends a tied head only once, so it is left out."""
-    names = set(checkpoint.entries(engine.llm_engine.model_config.model))
-    tied = getattr(engine.llm_engine.model_config.hf_config, "tie_word_embeddings", False)
-    return names - {"lm_head.weight"} if tied else names
+    config = engine.llm_engine.model_config
+    names = set(checkpoint.entries(config.model))
+    if getattr(config.hf_config, "tie_word_embeddings", False):
+        names.discard("lm_head.weight")
+    return names
 
 
 def generate(
@@ -244,18 +272,21 @@ def generate(
     from vllm import SamplingParams
 
     options = {"temperature": temperature, "max_tokens": max_tokens, "logprobs": 0, "detokenize": False} | more
-    options["flat_logprobs"] = True  # else an object and a dictionary for every token
+    options["flat_logprobs"] = True  # otherwise vLLM makes an object and a dictionary for every token
     requests = [{"prompt_token_ids": list(ids)} for ids in prompts]
     answers = engine.generate(requests, SamplingParams(**options), use_tqdm=False, lora_request=adapter)
     completions = [answer.outputs[0] for answer in answers]
-    return [list(completion.token_ids) for completion in completions], [_sampled(item) for item in completions]
+    ids = [list(completion.token_ids) for completion in completions]
+    logprobs = [_sampled(completion) for completion in completions]
+    return ids, logprobs
 
 
 def _sampled(completion) -> list[float | None]:
     """Return the log-probabilities of a completion's own tokens."""
-    if (logprobs := completion.logprobs) is None:
+    logprobs = completion.logprobs
+    if logprobs is None:
         return []
-    # Flat: the sampled token comes first at every position.
+    # In the flat form the sampled token comes first at every position.
     values = [logprobs.logprobs[start] for start in logprobs.start_indices]
     return [None if math.isnan(value) else value for value in values]
 
@@ -264,7 +295,7 @@ def sleep(engine: LLM, *, keeps: bool = False) -> None:
     """Free the engine's memory; its weights move to the host's memory, or the next rollout needs a `load`.
 
     Args:
-        keeps: move the weights, as an engine needs whose base is sent only once.
+        keeps: move the weights. An engine with a slot needs it, since its base is sent only once.
     """
     engine.sleep(level=1 if keeps else 2)
 
@@ -285,19 +316,29 @@ def sleeps(settings: Rollout, model) -> bool:
     weights = list(model.parameters())
     stored = sum(weight.nbytes for weight in weights)
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    card = torch.cuda.get_device_properties(process.local_rank()).total_memory
-    # FSDP has put nothing of the model there so far.
-    beside = torch.cuda.memory_allocated(process.local_rank()) - sum(each.nbytes for each in weights if each.is_cuda)
-    cache = settings.kv_cache_gib
-    share = settings.gpu_memory_utilization if cache is None else (cache * 2**30 + stored) / card
-    parts = process.world_size() if process.sharded() else 1
-    return memory_is_short(stored // parts + beside, trained // parts, share, card)
+    gpu_bytes = torch.cuda.get_device_properties(process.local_rank()).total_memory
+    # A teacher or a reference. The model itself may not be there yet: FSDP moves it later.
+    model_bytes_there = sum(weight.nbytes for weight in weights if weight.is_cuda)
+    other_bytes = torch.cuda.memory_allocated(process.local_rank()) - model_bytes_there
+    if settings.kv_cache_gib is None:
+        engine_share = settings.gpu_memory_utilization
+    else:
+        engine_share = (settings.kv_cache_gib * 2**30 + stored) / gpu_bytes
+    shards = process.world_size() if process.sharded() else 1
+    return memory_is_short(stored // shards + other_bytes, trained // shards, engine_share, gpu_bytes)
 
 
-def memory_is_short(stored: int, trained: int, share: float, card: int) -> bool:
-    """Return whether training and an awake engine leave activations too little of a card; card and stored in bytes."""
+def memory_is_short(stored: int, trained: int, engine_share: float, gpu_bytes: int) -> bool:
+    """Return whether training and an awake engine leave too little of a GPU for activations.
+
+    Args:
+        stored: bytes of weights.
+        trained: number of weights that the optimizer moves.
+        engine_share: of the GPU's memory, between 0 and 1.
+        gpu_bytes: all of the GPU's memory.
+    """
     # A trained weight has a gradient and AdamW's two moments: 12 bytes in fp32.
-    return stored + 12 * trained + share * card > _TAKEN * card
+    return stored + 12 * trained + engine_share * gpu_bytes > _MAX_RESIDENT_SHARE * gpu_bytes
 
 
 @contextlib.contextmanager

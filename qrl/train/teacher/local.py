@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from qrl import process
 from qrl.errors import BadInput
 from qrl.recipe import Train
-from qrl.train import policy, trl_private
+from qrl.train import policy
 from qrl.train.teacher import Likeliest
+from qrl.train.trl.distillation import redirect
 
 
 class Local:
@@ -18,17 +19,21 @@ class Local:
 
     def __init__(self, folder: Path, settings: Train, device: str) -> None:
         """Load the teacher onto this process's device; its part alone where `train.teacher_placement` is sharded."""
-        self.top_k, self.temperature = settings.distill_top_k, settings.temperature
-        place = torch.device("cuda", process.local_rank()) if device == "cuda" else torch.device("cpu")
+        self.top_k = settings.distill_top_k
+        self.temperature = settings.temperature
+        torch_device = torch.device("cuda", process.local_rank()) if device == "cuda" else torch.device("cpu")
 
         def load() -> nn.Module:
             model = policy.load(folder, settings, device).requires_grad_(False).eval()
             return stored_as_computed(model) if settings.compute == "bf16" else model
 
-        self.model = shard(load, place) if settings.teacher_placement == "sharded" else load().to(place)
+        if settings.teacher_placement == "sharded":
+            self.model = shard(load, torch_device)
+        else:
+            self.model = load().to(torch_device)
 
     def __call__(self, score: Callable[[nn.Module], Tensor], ids: Tensor, mask: Tensor, valid: Tensor) -> Likeliest:
-        logits = trl_private.redirect(self.model, lambda _: score(self.model), ids)
+        logits = redirect(self.model, lambda _: score(self.model), ids)
         return likeliest(logits, self.top_k, self.temperature)
 
 
@@ -40,18 +45,17 @@ def likeliest(logits: Tensor, top_k: int, temperature: float = 1.0) -> Likeliest
 
 def stored_as_computed(model: nn.Module) -> nn.Module:
     """Return the model with its linears in bf16, to which autocast would round them at every use; a tied head stays."""
-    embedded = model.get_input_embeddings().weight
+    embeddings = model.get_input_embeddings().weight
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight is not embedded:
+        if type(module) is nn.Linear and module.weight is not embeddings:
             module.to(torch.bfloat16)
     return model
 
 
-def shard(load: Callable[[], nn.Module], place: torch.device) -> nn.Module:
+def shard(load: Callable[[], nn.Module], device: torch.device) -> nn.Module:
     """Return this process's part of a model that all processes hold together, on its device.
 
-    A layer is gathered for its forward pass and freed after it; so are the embeddings and the head. The processes of a
-    machine load in turn, so that its main memory holds one whole model at a time.
+    A layer is gathered for its forward pass and freed after it; so are the embeddings and the head.
 
     Raises:
         BadInput: transformers does not say what the model's layers are.
@@ -60,17 +64,21 @@ def shard(load: Callable[[], nn.Module], place: torch.device) -> nn.Module:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh(place.type, (process.world_size(),))
-    for turn in range(process.local_world_size()):
-        if turn == process.local_rank():
+    mesh = init_device_mesh(device.type, (process.world_size(),))
+    # The processes of a machine load in turn, so that its main memory holds one whole model at a time.
+    for local_rank in range(process.local_world_size()):
+        if local_rank == process.local_rank():
             model = load()
-            if not (layers := _layers(model)):
-                what = f"train.teacher_placement = sharded needs the layers of {type(model).__name__}"
-                raise BadInput(f"{what}, which transformers does not name: set it to process.")
+            layers = _layers(model)
+            if not layers:
+                raise BadInput(
+                    f"train.teacher_placement = sharded needs the layers of {type(model).__name__}, which transformers "
+                    "does not name: set it to process."
+                )
             for layer in layers:
                 fully_shard(layer, mesh=mesh)
             fully_shard(model, mesh=mesh, reshard_after_forward=True)
-            model.to(place)  # buffers
+            model.to(device)  # buffers
         distributed.barrier()
     return model
 

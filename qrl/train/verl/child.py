@@ -1,6 +1,12 @@
-"""Processes of verl's and of Ray's: each ends with the training that started it, and takes along what it started.
+"""Processes of verl's and of Ray's: each ends with the training that started it, and so does all that it started.
 
-As a program, this module runs another one as `python -m` does, in a process that ends with its parent.
+A training with verl is a tree of processes: a driver, Ray's daemons, workers, and vLLM's engines, several of them in
+process groups of their own. If one remained, it would keep its GPU. So every process of one training inherits a mark
+in its environment, and `started` ends whatever carries the mark. As a program, this module runs another module as
+`python -m` does, in a process that ends with its parent even if that one is killed.
+
+Errors come from the output alone: verl's exit code says little, and its last line is rarely the cause. `failure` picks
+the sentence to show, `engine_failures` notices an engine that died while verl waits for it.
 """
 
 import contextlib
@@ -19,8 +25,9 @@ from qrl import process
 from qrl.errors import QrlError
 
 PARENT = "QRL_VERL_PARENT"  # pid of the training
-_MARK = "QRL_VERL_RUN"  # names, in their environment, the processes of one training, Ray's own too
-_NOT_PASSED = re.compile(  # our run, somebody else's Ray, and torchrun's ranks, for which verl's workers have their own
+_MARK = "QRL_VERL_RUN"  # environment variable that all processes of one training inherit, Ray's too
+# Not inherited: our run, somebody else's Ray, and torchrun's ranks, since verl's workers get ranks of their own.
+_NOT_PASSED = re.compile(
     "MLFLOW_RUN_ID|RAY_ADDRESS|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
 )
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -30,9 +37,10 @@ _ENGINE_FAILED = re.compile(
     rb"EngineDeadError|EngineCore encountered a fatal error|"
     rb"Invocation of (?:collective_rpc|sleep|wake_up) method failed"
 )
-_LONGEST = 64  # bytes of such a text, which two reads may divide
-_FOLLOWS = "EngineDeadError"  # an error that only says that there was another one before
-_LAST_BYTES, _GRACE_S = 20_000, 20
+_LONGEST_MATCH = 64  # bytes of `_ENGINE_FAILED`, which two reads may divide
+_FOLLOWING_ERROR = "EngineDeadError"  # only says that there was another error before it
+_LAST_BYTES = 20_000  # of the output, searched for errors
+_GRACE_S = 20  # for a process to end before it is killed
 
 
 @contextlib.contextmanager
@@ -55,56 +63,77 @@ def started(words: list[str], work: Path, **variables: str) -> Iterator[subproce
     Args:
         words: the module and its arguments.
         work: the folder it runs in, where its output goes to `MODULE.log`.
-        variables: of its environment, beside this process's own.
+        variables: of its environment, in addition to this process's own.
     """
     mark = uuid.uuid4().hex
     path = os.pathsep.join(filter(None, (str(process.ROOT), os.environ.get("PYTHONPATH"))))
-    ours = {"PYTHONPATH": path, "HYDRA_FULL_ERROR": "1", "RAY_USAGE_STATS_ENABLED": "0"}
-    ours |= {"PYTHONUNBUFFERED": "1"}  # else the last lines of workers stay in the driver for as long as it lives
-    ours |= {_MARK: mark, PARENT: str(os.getpid()), **variables}
-    kept = {name: value for name, value in os.environ.items() if not _NOT_PASSED.fullmatch(name)}
+    inherited = {name: value for name, value in os.environ.items() if not _NOT_PASSED.fullmatch(name)}
+    environment = {
+        **inherited,
+        "PYTHONPATH": path,
+        "HYDRA_FULL_ERROR": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONUNBUFFERED": "1",  # otherwise the driver holds the last lines of workers until it ends
+        _MARK: mark,
+        PARENT: str(os.getpid()),
+        **variables,
+    }
     try:
-        with output(words[0], work).open("ab") as written:
-            how = {"cwd": work, "env": kept | ours, "stdin": subprocess.DEVNULL, "stdout": written, "stderr": written}
-            child = subprocess.Popen([sys.executable, "-m", __name__, *words], **how)
+        with output(words[0], work).open("ab") as log:
+            child = subprocess.Popen(
+                [sys.executable, "-m", __name__, *words],
+                cwd=work,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
         yield child
     finally:
         _end(mark)
 
 
 def ended(code: int) -> str:
-    """Return how a process ended whose exit code is not 0."""
+    """Describe how a process with an exit code other than 0 ended."""
     return f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"
 
 
-def failure(module: str, how: str, work: Path) -> str:
-    """Return a sentence on a module that failed, with how and the last error in its output."""
+def failure(module: str, outcome: str, work: Path) -> str:
+    """Return a sentence on a module that failed: how it ended, and the last error in its output."""
     file = output(module, work)
     text = _COLOUR.sub("", file.read_bytes()[-_LAST_BYTES:].decode("utf-8", errors="replace"))
-    errors = _ERROR.findall(text)
-    lines = [error for error in errors if _FOLLOWS not in error] or errors
-    lines = lines or [line for line in text.split("\n") if line.strip()] or ["it wrote nothing"]
     return (
-        f"{module} {how}: {lines[-1].strip()[:500]}. Mend what its output says, {file}, and run the same "
+        f"{module} {outcome}: {_last_error(text)[:500]}. Mend what its output says, {file}, and run the same "
         "command again: it resumes from the newest checkpoint."
     )
 
 
-def engine_failures(file: Path) -> Iterator[bool]:
-    """Yield, as often as asked, whether the output since the last time tells of a vLLM engine that failed.
+def _last_error(text: str) -> str:
+    """Return the last error of an output, at best one that is a cause; without any, the last line."""
+    errors = _ERROR.findall(text)
+    causes = [error for error in errors if _FOLLOWING_ERROR not in error]
+    lines = [line for line in text.split("\n") if line.strip()]
+    candidates = causes or errors or lines or ["it wrote nothing"]
+    return candidates[-1].strip()
 
-    verl waits without end for an engine whose process lives on.
+
+def engine_failures(file: Path) -> Iterator[bool]:
+    """Yield, at each `next`, whether the output since the last one reports a vLLM engine that failed.
+
+    verl waits without end for an engine if its process stays alive.
     """
-    read, rest = _size(file), b""  # what an earlier try wrote does not count
+    offset = _size(file)  # what an earlier try wrote does not count
+    rest = b""  # the end of the last part, in case a message is divided
     while True:
-        read, part = min(read, _size(file)), b""
-        with contextlib.suppress(FileNotFoundError), file.open("rb") as opened:
-            opened.seek(read)
-            part = opened.read()
-        read += len(part)
-        found = _ENGINE_FAILED.search(rest + part)
-        rest = b"" if found else (rest + part)[-_LONGEST:]
-        yield bool(found)
+        offset = min(offset, _size(file))
+        part = b""
+        with contextlib.suppress(FileNotFoundError), file.open("rb") as log:
+            log.seek(offset)
+            part = log.read()
+        offset += len(part)
+        match = _ENGINE_FAILED.search(rest + part)
+        rest = b"" if match else (rest + part)[-_LONGEST_MATCH:]
+        yield bool(match)
 
 
 def _size(file: Path) -> int:
@@ -118,12 +147,12 @@ def output(module: str, work: Path) -> Path:
 
 def _end(mark: str) -> None:
     """End every process that carries the mark; Ray's are not in the group of the one that started them."""
-    for ending in (psutil.Process.terminate, psutil.Process.kill):
-        left = [each for each in psutil.process_iter() if _carries(each, mark)]
-        for each in left:
+    for signal in (psutil.Process.terminate, psutil.Process.kill):
+        remaining = [candidate for candidate in psutil.process_iter() if _carries(candidate, mark)]
+        for marked in remaining:
             with contextlib.suppress(psutil.NoSuchProcess):
-                ending(each)
-        psutil.wait_procs(left, _GRACE_S)
+                signal(marked)
+        psutil.wait_procs(remaining, _GRACE_S)
 
 
 def _carries(candidate: psutil.Process, mark: str) -> bool:

@@ -1,4 +1,8 @@
-"""What verl calls for each completion: qrl's own rewards, weighted and summed. It runs in verl's reward workers."""
+"""What verl calls for each completion: qrl's own rewards, weighted and summed. It runs in verl's reward workers.
+
+verl imports this module by the name in its configuration (`translate.REWARD`) and calls `compute_score` by keyword, so
+the arguments have verl's names.
+"""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -33,8 +37,9 @@ def compute_score(
     Raises:
         QrlError: a reward of the user's failed.
     """
-    given = {"completions": [solution_str], "answer": [ground_truth], "question": [extra_info["question"]]}
+    batch = {"completions": [solution_str], "answer": [ground_truth], "question": [extra_info["question"]]}
     with _one_at_a_time:
-        values = [function(**given)[0] for function in reward.functions(task, list(rewards))]
-    parts = dict(zip(map(reward_name, rewards), values, strict=True))
-    return {"score": sum(value * weight for value, weight in zip(values, weights, strict=True)), **parts}
+        values = [function(**batch)[0] for function in reward.functions(task, list(rewards))]
+    score = sum(value * weight for value, weight in zip(values, weights, strict=True))
+    by_name = dict(zip(map(reward_name, rewards), values, strict=True))
+    return {"score": score, **by_name}

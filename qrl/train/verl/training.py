@@ -1,8 +1,13 @@
 """Train with verl in processes of its own: questions and configuration in, metrics and a checkpoint out.
 
-verl runs under this environment's Python, in the folder of the training's work. Its log of metrics is read while it
-trains, so that they reach the step's own run by qrl's names. Its checkpoints stay there until the end; a second try
-resumes from the newest.
+`run`, step by step:
+
+1. Write the questions and the configuration into the work folder (`write_questions`, `translate.overrides`).
+2. Start Ray's head if several machines train, and verl under this environment's Python (`nodes.cluster`,
+   `child.running`). A second try resumes from verl's newest checkpoint.
+3. Follow verl's file of metrics while it trains: log them by our names, and show them to the watchers.
+4. Have verl's own merger write the last checkpoint as safetensors, and add the base's configuration and tokenizer
+   (`merge`).
 """
 
 import importlib.util
@@ -24,6 +29,7 @@ from qrl import checkpoint, tasks
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.formats import plain
+from qrl.recipe import Train
 from qrl.tasks import prompt
 from qrl.train import arguments, grpo, parallel, policy, save
 from qrl.train.job import Job, Trained
@@ -51,11 +57,14 @@ NAMES = {  # verl's name → ours, where both mean the same
     "actor/kl_loss": "verl/kl_loss",
     "actor/pg_loss": "verl/pg_loss",
 }
-_STEP_S, _GENERATE_S = "timing_s/step", "timing_s/gen"
+_RATES = {  # our name of a throughput → verl's seconds that it is over
+    "train/completions_per_s": "timing_s/step",
+    "rollout/completions_per_s": "timing_s/gen",
+}
 MAIN = "verl.trainer.main_ppo"
 LOG = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"  # read on any node
-_LOOK_S = 1.0
-_PATIENCE_S = 300.0  # that verl has, after a failure of its engine, for its next step or for ending by itself
+_POLL_S = 1.0
+_PATIENCE_S = 300.0  # for verl's next step, or its end, after a failure of its engine
 
 
 def check(base: checkpoint.Checkpoint, job: Job) -> None:
@@ -102,23 +111,25 @@ def run(job: Job) -> Trained:
         QrlError: verl or its engine failed; the sentence has the last error and the path of the whole output.
     """
     base = checkpoint.check(job.base)
-    _ = base.digest  # which an adapter will name, whatever the folder holds by then
+    base_digest = base.digest  # read now: an adapter will name it, whatever the folder holds by then
     check(base, job)
     check_installed()
-    began = time.perf_counter()
-    resumed = newest(job.work)
-    log = job.work / f"metrics-{resumed:07}.jsonl"
-    made = translate.overrides(job, write_questions(job)) | {LOG: str(log)}
-    (job.work / arguments.FILE).write_text(json.dumps(made, indent=1) + "\n")
+    start = time.perf_counter()
+    resumed_step = newest_step(job.work)
+    log = job.work / f"metrics-{resumed_step:07}.jsonl"
+    overrides = translate.overrides(job, write_questions(job)) | {LOG: str(log)}
+    (job.work / arguments.FILE).write_text(json.dumps(overrides, indent=1) + "\n")
+
     watchers = Watchers(job.watch, job.rollout)
     for step, row in _logged(job.work).items():  # of the interrupted training; its warnings were given
         _watch(watchers, step, row)
+
     with nodes.cluster(job.work) as (address, variables):  # even if no step is left: the other nodes wait for it
-        if resumed < job.settings.steps:
+        if resumed_step < job.settings.steps:
             log.unlink(missing_ok=True)  # of a try that reached no checkpoint
-            write_configuration(job.work, made | {translate.ADDRESS: address})
+            write_configuration(job.work, overrides | {translate.ADDRESS: address})
             words = [MAIN, "--config-path", str(job.work), "--config-name", "recipe"]
-            with _progress(job, resumed) as bar, child.running(words, job.work, **variables) as trainer:
+            with _progress(job, resumed_step) as bar, child.running(words, job.work, **variables) as trainer:
                 for step, row in map(_entry, _following(log, trainer, job.work)):
                     metrics = named(row, job)
                     job.log(metrics, step)
@@ -127,45 +138,47 @@ def run(job: Job) -> Trained:
                     for alarm in _watch(watchers, step, row):
                         job.log({f"watch/{alarm.watcher}": 1.0}, alarm.step)
                         job.warn(alarm)
-    merge(base, job)
+
+    merge(base, base_digest, job)
     return Trained(
         path=job.out,
         adapter=job.settings.adapter,
         history=history(job),
         probes=pd.DataFrame(columns=["step", "accuracy", "low", "high", "n"]),
         completions=completions(job),
-        resumed_from=resumed,
-        seconds=time.perf_counter() - began,
+        resumed_from=resumed_step,
+        seconds=time.perf_counter() - start,
         stopped=None,
     )
 
 
 def write_questions(job: Job) -> int:
     """Write a job's questions as verl reads them, and return the length of the longest prompt in tokens."""
-    tokens, rows = hf.tokenizer(job.base), []
-    for place, item in enumerate(job.questions):
+    rows = []
+    for index, question in enumerate(job.questions):
         rows.append(
             {
                 "data_source": tasks.label(job.task),
-                "prompt": prompt.messages(item.question, job.template),
-                "reward_model": {"style": "rule", "ground_truth": item.answer},
-                "extra_info": {"index": place, "question": item.question},
+                "prompt": prompt.messages(question.question, job.template),
+                "reward_model": {"style": "rule", "ground_truth": question.answer},
+                "extra_info": {"index": index, "question": question.question},
             }
         )
     with written_whole(job.work / translate.QUESTIONS) as file:
         pd.DataFrame(rows).to_parquet(file)
-    return max(len(prompt.render(tokens, item.question, job.template)) for item in job.questions)
+    tokens = hf.tokenizer(job.base)
+    return max(len(prompt.render(tokens, question.question, job.template)) for question in job.questions)
 
 
-def write_configuration(work: Path, made: Mapping[str, object]) -> None:
-    """Write `recipe.yaml`, which hydra lays over verl's own configuration."""
-    here = {"searchpath": ["pkg://verl.trainer.config"], "run": {"dir": str(work)}, "output_subdir": None}
-    tree = {"defaults": ["ppo_trainer", "_self_"], "hydra": here, **translate.nested(made)}
+def write_configuration(work: Path, overrides: Mapping[str, object]) -> None:
+    """Write `recipe.yaml`, which hydra merges over verl's own configuration."""
+    hydra = {"searchpath": ["pkg://verl.trainer.config"], "run": {"dir": str(work)}, "output_subdir": None}
+    tree = {"defaults": ["ppo_trainer", "_self_"], "hydra": hydra, **translate.nested(overrides)}
     (work / "recipe.yaml").write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
 
 
-def newest(work: Path) -> int:
-    """Return the step of verl's newest whole checkpoint, which it notes last; 0 without any."""
+def newest_step(work: Path) -> int:
+    """Return the step of verl's newest whole checkpoint, from the file that verl writes last; 0 without any."""
     try:
         return int((work / translate.CHECKPOINTS / "latest_checkpointed_iteration.txt").read_text())
     except (OSError, ValueError):
@@ -174,12 +187,13 @@ def newest(work: Path) -> int:
 
 def named(row: Mapping[str, float | None], job: Job) -> dict[str, float]:
     """Return verl's metrics of a step by our names, with throughput."""
-    made = {ours: float(row[theirs]) for theirs, ours in NAMES.items() if row.get(theirs) is not None}
-    total = job.settings.prompts_per_step * job.settings.generations
-    for name, theirs in (("train/completions_per_s", _STEP_S), ("rollout/completions_per_s", _GENERATE_S)):
-        if row.get(theirs):
-            made[name] = total / row[theirs]
-    return made
+    metrics = {ours: float(row[theirs]) for theirs, ours in NAMES.items() if row.get(theirs) is not None}
+    completions_per_step = job.settings.prompts_per_step * job.settings.generations
+    for name, seconds_name in _RATES.items():
+        seconds = row.get(seconds_name)
+        if seconds:
+            metrics[name] = completions_per_step / seconds
+    return metrics
 
 
 def history(job: Job) -> pd.DataFrame:
@@ -194,41 +208,56 @@ def completions(job: Job) -> pd.DataFrame:
     for file in sorted((job.work / translate.ROLLOUTS).glob("*.jsonl"), key=lambda path: int(path.stem)):
         lines = file.read_text(encoding="utf-8").split("\n")[: job.settings.completions_logged]
         records = [json.loads(line) for line in lines if line]
-        rows += [(int(file.stem), each["input"], each["output"], each["score"]) for each in records]
+        step = int(file.stem)
+        rows += [(step, record["input"], record["output"], record["score"]) for record in records]
     return pd.DataFrame(rows, columns=["step", "prompt", "completion", "reward"])
 
 
-def merge(base: checkpoint.Checkpoint, job: Job) -> None:
-    """Write verl's last checkpoint as a folder like any other training's: its weights, and the base's own files."""
-    actor = job.work / translate.CHECKPOINTS / f"global_step_{newest(job.work)}" / "actor"
+def merge(base: checkpoint.Checkpoint, base_digest: str, job: Job) -> None:
+    """Write verl's last checkpoint as a folder like any other training's: its weights, and the base's own files.
+
+    Args:
+        base: the checkpoint that training started from.
+        base_digest: its digest at the start, for an adapter to name.
+        job: of the training.
+    """
+    actor = job.work / translate.CHECKPOINTS / f"global_step_{newest_step(job.work)}" / "actor"
     merged = job.work / "merged"
     shutil.rmtree(merged, ignore_errors=True)  # of a merge that was killed
     words = ["verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", str(actor), "--target_dir", str(merged)]
     with child.running(words, job.work):
         pass
-    settings, adapter = job.settings, merged / "lora_adapter"
     with written_whole(job.out) as folder:
         folder.mkdir()
-        for file in (adapter if settings.adapter else merged).glob("*.safetensors*"):
-            os.link(file, folder / file.name)
-        if settings.adapter:
-            config = json.loads((adapter / "adapter_config.json").read_text())
-            config |= {"r": settings.adapter_rank, "lora_alpha": settings.adapter_alpha}
-            config["task_type"] = "CAUSAL_LM"
-            (folder / "adapter_config.json").write_text(json.dumps(config))
-            save.settle_adapter(folder)
-            policy.record(folder, settings, base.digest)
+        if job.settings.adapter:
+            _write_adapter(merged / "lora_adapter", folder, base_digest, job.settings)
         else:
+            _link_weights(merged, folder)
             shutil.copyfile(base.path / "config.json", folder / "config.json")
         plain.copy_text_files(base.path, folder)
 
 
-def _progress(job: Job, resumed: int) -> "tqdm":
+def _write_adapter(adapter: Path, folder: Path, base_digest: str, settings: Train) -> None:
+    """Write an adapter as PEFT saves one: verl's merger leaves rank, alpha and kind of task out of its settings."""
+    _link_weights(adapter, folder)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    config |= {"r": settings.adapter_rank, "lora_alpha": settings.adapter_alpha, "task_type": "CAUSAL_LM"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save.settle_adapter(folder)
+    policy.record(folder, settings, base_digest)
+
+
+def _link_weights(source: Path, folder: Path) -> None:
+    for file in source.glob("*.safetensors*"):
+        os.link(file, folder / file.name)
+
+
+def _progress(job: Job, resumed_step: int) -> "tqdm":
     """Print where verl writes, since Ray and an engine start before its first step, and return the bar of its steps."""
     print(f"verl writes to {child.output(MAIN, job.work)}", file=sys.stderr, flush=True)
     from tqdm import tqdm
 
-    return tqdm(total=job.settings.steps, initial=resumed, desc="GRPO", unit="step", smoothing=0)
+    return tqdm(total=job.settings.steps, initial=resumed_step, desc="GRPO", unit="step", smoothing=0)
 
 
 def _following(log: Path, writer: subprocess.Popen, work: Path) -> Iterator[str]:
@@ -237,25 +266,29 @@ def _following(log: Path, writer: subprocess.Popen, work: Path) -> Iterator[str]
     Raises:
         QrlError: its engine has failed, and neither a step nor its end has followed.
     """
-    read, rest, failed = 0, b"", math.inf
+    offset = 0  # bytes of the file that were read
+    rest = b""  # the beginning of a line that is not yet whole
+    failure_time = math.inf  # of the engine, while no step has followed
     failures = child.engine_failures(child.output(MAIN, work))
     while True:
-        ended = writer.poll() is not None
+        # Asked before the file is read: what a process wrote before its end is then read for certain.
+        has_ended = writer.poll() is not None
         if log.is_file():
             with log.open("rb") as file:
-                file.seek(read)
+                file.seek(offset)
                 part = file.read()
-            read += len(part)
+            offset += len(part)
             *lines, rest = (rest + part).split(b"\n")
             yield from (line.decode() for line in lines if line)
-            failed = math.inf if lines else failed
-        if ended:
+            if lines:
+                failure_time = math.inf
+        if has_ended:
             return
         if next(failures):
-            failed = min(failed, time.monotonic())
-        if time.monotonic() - failed > _PATIENCE_S:
+            failure_time = min(failure_time, time.monotonic())
+        if time.monotonic() - failure_time > _PATIENCE_S:
             raise QrlError(child.failure(MAIN, "still waits for a vLLM engine that failed", work))
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def _entry(line: str) -> tuple[int, dict[str, float | None]]:
@@ -267,12 +300,12 @@ def _logged(work: Path) -> dict[int, dict[str, float | None]]:
     """Return what verl logged of each step; where a step was trained twice, the later try counts."""
     rows: dict[int, dict[str, float | None]] = {}
     for file in sorted(work.glob("metrics-*.jsonl")):
-        whole = file.read_text().rpartition("\n")[0]  # a line may have been cut by a kill
-        rows |= dict(map(_entry, filter(None, whole.split("\n"))))
+        whole_lines = file.read_text().rpartition("\n")[0]  # a kill may have cut the last line
+        rows |= dict(_entry(line) for line in whole_lines.split("\n") if line)
     return rows
 
 
 def _watch(watchers: Watchers, step: int, row: Mapping[str, float | None]) -> list:
     """Return the new alarms; verl's log has what the watcher `rollout` reads, and the reward."""
-    seen = {"rollout/kl_k3": row.get("rollout_corr/k3_kl"), "reward": row.get("critic/score/mean")}
-    return watchers.see({"step": step} | {name: value for name, value in seen.items() if value is not None})
+    metrics = {"rollout/kl_k3": row.get("rollout_corr/k3_kl"), "reward": row.get("critic/score/mean")}
+    return watchers.see({"step": step} | {name: value for name, value in metrics.items() if value is not None})

@@ -58,27 +58,13 @@ CHOICES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # our key → verl's, 
     "rollout.sleep": (f"{SAMPLER}.free_cache_engine", {"auto": True, "on": True, "off": False}),
 }
 COMPUTED = (  # from several keys, in `overrides`
-    *(
-        "train.processes",
-        "train.micro_batch",
-        "train.epsilon_high",
-        "train.beta",
-        "train.method",
-        "train.lora_rank",
-        "train.lora_alpha",
-    ),
-    *(
-        "train.lora_targets",
-        "train.base_storage",
-        "train.dtype",
-        "train.top_k",
-        "train.rewards",
-        "train.reward_weights",
-    ),
-    *("rollout.is_correction", "rollout.is_correction_max", "rollout.kv_cache_gib", "rollout.compile"),
-    *("model", "task", "seed", "chat.template_kwargs"),
+    *("train.processes", "train.micro_batch", "train.epsilon_high", "train.beta", "train.method", "train.lora_rank"),
+    *("train.lora_alpha", "train.lora_targets", "train.base_storage", "train.dtype", "train.top_k", "train.rewards"),
+    *("train.reward_weights", "rollout.is_correction", "rollout.is_correction_max", "rollout.kv_cache_gib"),
+    *("rollout.compile", "model", "task", "seed", "chat.template_kwargs"),
 )
-OURS = (  # qrl applies them itself: it draws the questions, renders the prompts, reads verl's log, and names versions
+# Applied by qrl: it draws the questions, renders the prompts, reads verl's log, and names versions.
+OURS = (
     *("train.questions", "train.selection", "train.max_ngram_share", "train.completions_logged", "train.trainer"),
     *("rollout.max_engine_kl", "rollout.max_gap_growth", "data", "prompt", "device", "registered_name"),
 )
@@ -185,10 +171,16 @@ def overrides(job: Job, prompt_tokens: int) -> dict[str, Any]:
         prompt_tokens: the longest rendered prompt, in tokens; verl refuses longer ones.
     """
     train, rollout = job.settings, job.rollout
-    given = {key: value for key, value, _ in _settings(train, rollout)}
-    made = {theirs: given[ours] for ours, names in SAME.items() for theirs in names}
-    made |= {theirs: values[given[ours]] for ours, (theirs, values) in CHOICES.items()}
-    return made | _fixed(job) | _data(job, prompt_tokens) | _policy(job) | _sampling(train, rollout) | _reward(job)
+    recipe_values = {key: value for key, value, _ in _settings(train, rollout)}
+    translated = {}
+    for our_key, their_keys in SAME.items():
+        for their_key in their_keys:
+            translated[their_key] = recipe_values[our_key]
+    for our_key, (their_key, their_values) in CHOICES.items():
+        translated[their_key] = their_values[recipe_values[our_key]]
+    return (
+        translated | _fixed(job) | _data(job, prompt_tokens) | _policy(job) | _sampling(train, rollout) | _reward(job)
+    )
 
 
 def _fixed(job: Job) -> dict[str, Any]:
@@ -215,7 +207,7 @@ def _data(job: Job, prompt_tokens: int) -> dict[str, Any]:
     file = str(job.work / QUESTIONS)
     return {
         "data.train_files": file,
-        "data.val_files": file,  # verl wants some; none is asked
+        "data.val_files": file,  # verl requires some, but none is used
         "data.val_max_samples": 1,
         "data.max_prompt_length": prompt_tokens,
         "data.truncation": "error",
@@ -225,15 +217,16 @@ def _data(job: Job, prompt_tokens: int) -> dict[str, Any]:
 
 def _policy(job: Job) -> dict[str, Any]:
     """Return model, precision, loss and optimizer, as TRL has them where verl's defaults differ."""
-    train, gpus = job.settings, parallel.processes(job.settings, job.device)
-    micro = min(train.micro_batch, train.prompts_per_step * train.generations // gpus)
-    parts = (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config")
-    made = {
-        **{f"{part}.mixed_precision.param_dtype": train.compute for part in parts},
-        **{f"{part}.model_dtype": train.storage for part in parts},
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu": micro,
-        f"{SAMPLER}.log_prob_micro_batch_size_per_gpu": micro,
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro,
+    train = job.settings
+    gpus = parallel.processes(train, job.device)
+    micro_batch = min(train.micro_batch, train.prompts_per_step * train.generations // gpus)
+    fsdp_configs = (f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref.fsdp_config")
+    options = {
+        **{f"{config}.mixed_precision.param_dtype": train.compute for config in fsdp_configs},
+        **{f"{config}.model_dtype": train.storage for config in fsdp_configs},
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": micro_batch,
+        f"{SAMPLER}.log_prob_micro_batch_size_per_gpu": micro_batch,
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": micro_batch,
         f"{ACTOR}.clip_ratio_high": train.epsilon if train.epsilon_high is None else train.epsilon_high,
         f"{ACTOR}.clip_ratio_c": _NO_DUAL_CLIP,
         f"{ACTOR}.use_kl_loss": train.beta > 0,
@@ -246,38 +239,45 @@ def _policy(job: Job) -> dict[str, Any]:
         f"{SAMPLER}.load_format": "dummy",  # all weights are sent before the first answer
     }
     if train.adapter:
-        made |= {f"{MODEL}.lora_rank": train.adapter_rank, f"{MODEL}.lora_alpha": train.adapter_alpha}
-        made[f"{MODEL}.target_modules"] = list(train.lora_targets) or "all-linear"
+        options[f"{MODEL}.lora_rank"] = train.adapter_rank
+        options[f"{MODEL}.lora_alpha"] = train.adapter_alpha
+        options[f"{MODEL}.target_modules"] = list(train.lora_targets) or "all-linear"
         # Sent merged: verl 0.9.1 has vLLM load an adapter by a method that vLLM renamed in 0.29, and waits without end.
-        made[f"{MODEL}.lora.merge"] = True
-    return made
+        options[f"{MODEL}.lora.merge"] = True
+    return options
 
 
 def _sampling(train: Train, rollout: Rollout) -> dict[str, Any]:
     """Return vLLM's own options, how tokens are drawn, and the importance-sampling correction of engine to trainer."""
-    level, _, kind = rollout.is_correction.partition("_")
-    limit = rollout.is_correction_max if kind != "mask" else f"{_NO_LOWER_BOUND}_{rollout.is_correction_max}"
-    cache = rollout.kv_cache_gib
-    engine = {} if cache is None else vllm.shares(rollout.gpu_memory_utilization, cache)
+    level, _, kind = rollout.is_correction.partition("_")  # such as token_truncate or sequence_mask
+    threshold = rollout.is_correction_max
+    if kind == "mask":  # verl's masks have two bounds, in one text
+        threshold = f"{_NO_LOWER_BOUND}_{rollout.is_correction_max}"
+    engine_options = {}
+    if rollout.kv_cache_gib is not None:
+        engine_options |= vllm.shares(rollout.gpu_memory_utilization, rollout.kv_cache_gib)
     if not rollout.compile:
-        engine |= {key: json.dumps(value) for key, value in vllm.GRAPHS_ALONE.items()}
+        engine_options |= {key: json.dumps(value) for key, value in vllm.GRAPHS_ALONE.items()}
     return {
-        **{f"{SAMPLER}.engine_kwargs.vllm.{key}": value for key, value in engine.items()},
+        **{f"{SAMPLER}.engine_kwargs.vllm.{key}": value for key, value in engine_options.items()},
         f"{SAMPLER}.top_k": train.top_k or -1,
         f"{SAMPLER}.calculate_log_probs": level != "none",
         "algorithm.rollout_correction.rollout_is": None if level == "none" else level,
-        "algorithm.rollout_correction.rollout_is_threshold": limit,
+        "algorithm.rollout_correction.rollout_is_threshold": threshold,
     }
 
 
 def _reward(job: Job) -> dict[str, Any]:
-    key, rewards = "reward.custom_reward_function", list(job.settings.rewards)
-    given = {"task": job.task, "rewards": rewards, "weights": list(job.settings.weights_of_rewards)}
+    function = "reward.custom_reward_function"
     return {
         f"{MODEL}.path": str(job.base),
-        f"{key}.path": REWARD,
-        f"{key}.name": "compute_score",
-        f"{key}.reward_kwargs": given,
+        f"{function}.path": REWARD,
+        f"{function}.name": "compute_score",
+        f"{function}.reward_kwargs": {
+            "task": job.task,
+            "rewards": list(job.settings.rewards),
+            "weights": list(job.settings.weights_of_rewards),
+        },
     }
 
 

@@ -21,7 +21,7 @@ DTYPES = FLOATS | {
     "C64": "complex64",
 }  # fmt: skip
 _MAX_HEADER = 32 << 20  # bytes, of some 200,000 tensors; the library's own limit makes gigabytes of lists in memory
-_MOST_DIMENSIONS = 16
+_MAX_DIMENSIONS = 16
 
 
 @dataclass(frozen=True)
@@ -53,33 +53,40 @@ def read(file: Path) -> dict[str, Entry]:
         if size < 8 or length > min(size - 8, _MAX_HEADER):
             raise BadInput(f"{file} is truncated or not safetensors: its header does not fit into its {size:,} bytes.")
         text = stream.read(length)
-    data = 8 + length
+    data_start = 8 + length
     try:
-        described = reading.parsed(text)
-        _strings(described.pop("__metadata__", {}))
-        entries = {name: _entry(file.name, value, data) for name, value in described.items()}
+        fields_of = reading.parsed(text)
+        _check_metadata(fields_of.pop("__metadata__", {}))
+        entries = {name: _entry(file.name, fields, data_start) for name, fields in fields_of.items()}
     except (ValueError, TypeError, KeyError, AttributeError):
         raise BadInput(f"{file} is not safetensors: its header is not the JSON that the format defines.") from None
-    expected = max((entry.start + entry.bytes for entry in entries.values()), default=data)
-    if size != expected:
-        state = "truncated" if size < expected else "too long"
-        described = f"its header describes {expected:,} bytes, but it has {size:,}"
-        raise BadInput(f"{file} is {state}: {described}; copy it again.")
-    _check_layout(file, entries, data)
+    expected_size = max((entry.start + entry.bytes for entry in entries.values()), default=data_start)
+    if size != expected_size:
+        state = "truncated" if size < expected_size else "too long"
+        raise BadInput(
+            f"{file} is {state}: its header describes {expected_size:,} bytes, but it has {size:,}; copy it again."
+        )
+    _check_layout(file, entries, data_start)
     return entries
 
 
-def _entry(file: str, value: dict, data: int) -> Entry:
+def _entry(file: str, fields: dict, data_start: int) -> Entry:
     """Return a tensor's entry; raise ValueError, TypeError or KeyError if its fields are of other types."""
-    dtype, shape, (first, end) = value["dtype"], value["shape"], value["data_offsets"]
+    dtype = fields["dtype"]
+    shape = fields["shape"]
+    first, end = fields["data_offsets"]
     if not isinstance(dtype, str) or not re.fullmatch(r"[A-Z][A-Z0-9_]{0,15}", dtype):
         raise ValueError("no dtype")
-    if len(shape) > _MOST_DIMENSIONS or any(type(size) is not int or not 0 <= size < 1 << 63 for size in (first, end)):
+    if len(shape) > _MAX_DIMENSIONS or not _is_size(first) or not _is_size(end):
         raise ValueError("no shape or offsets")
-    return Entry(file, dtype, tuple(shape), end - first, data + first)
+    return Entry(file, dtype, tuple(shape), end - first, data_start + first)
 
 
-def _strings(metadata: dict[str, str]) -> None:
+def _is_size(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63  # a bool is no size
+
+
+def _check_metadata(metadata: dict[str, str]) -> None:
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("metadata of other types than texts")
 
@@ -87,13 +94,12 @@ def _strings(metadata: dict[str, str]) -> None:
 def _check_layout(file: Path, entries: dict[str, Entry], expected_start: int) -> None:
     """Check that each tensor is as long as its shape and starts where the one before it ends."""
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].bytes)):
-        valid = all(type(size) is int and 0 <= size < 1 << 63 for size in entry.shape)
         number = re.search(r"[0-9]+", entry.dtype)
         bits = int(number[0]) if number else 8  # the first number in the format's letters; BOOL takes a byte
         reason = ""
-        if not valid or entry.numel * bits != 8 * entry.bytes:
-            described = f"{entry.dtype} of shape {'×'.join(map(str, entry.shape))}"
-            reason = f"its header gives {name}, {described}, {entry.bytes:,} bytes, which do not fit"
+        if not all(map(_is_size, entry.shape)) or entry.numel * bits != 8 * entry.bytes:
+            shape = "×".join(map(str, entry.shape))
+            reason = f"its header gives {name}, {entry.dtype} of shape {shape}, {entry.bytes:,} bytes, which do not fit"
         elif entry.start != expected_start:
             reason = f"in its header {name} does not begin where the tensor before it ends"
         if reason:

@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qrl.checkpoint.header import DTYPES, Entry
 from qrl.errors import BadInput
-from qrl.formats.header import DTYPES, Entry
 
 if TYPE_CHECKING:
     import torch
@@ -28,8 +28,9 @@ class Rows:
     """
 
     def __init__(self, folder: Path | str, device: str = "cpu") -> None:
-        self.folder, self.device = Path(folder), device
-        self._files: dict[str, int] = {}
+        self.folder = Path(folder)
+        self.device = device
+        self._files: dict[str, int] = {}  # name → descriptor of what is open
         self._buffer: Tensor | None = None
 
     def read(self, entry: Entry, first: int, last: int) -> Tensor:
@@ -42,7 +43,8 @@ class Rows:
         """
         import torch
 
-        dtype, width = self._dtype(entry), entry.shape[1]
+        dtype = self._dtype(entry)
+        width = entry.shape[1]
         size = (last - first) * width * dtype.itemsize
         if self._buffer is None or self._buffer.numel() < size:
             self._buffer = torch.empty(size, dtype=torch.uint8, pin_memory=self.device != "cpu")
@@ -68,8 +70,10 @@ class Rows:
         import torch
 
         if entry.dtype not in DTYPES:
-            unread = f"{self.folder / entry.file} holds a tensor of {entry.dtype}, which torch cannot read"
-            raise BadInput(f"{unread}: expected one of {', '.join(DTYPES)}.")
+            raise BadInput(
+                f"{self.folder / entry.file} holds a tensor of {entry.dtype}, which torch cannot read: expected one of "
+                f"{', '.join(DTYPES)}."
+            )
         return getattr(torch, DTYPES[entry.dtype])
 
     def _fill(self, view: memoryview, name: str, offset: int) -> None:
@@ -79,8 +83,10 @@ class Rows:
             while view:
                 count = os.preadv(self._files[name], [view], offset)
                 if not count:
-                    cut = f"{self.folder / name} ends before its tensors do"
-                    raise BadInput(f"{cut}: it was cut while it was read; copy it again.")
-                view, offset = view[count:], offset + count
+                    raise BadInput(
+                        f"{self.folder / name} ends before its tensors do: it was cut while it was read; copy it again."
+                    )
+                view = view[count:]
+                offset += count
         except OSError as error:
             raise BadInput(f"{self.folder / name} cannot be read: {error.strerror}.") from None

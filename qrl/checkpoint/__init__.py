@@ -2,6 +2,11 @@
 
 Nothing in a checkpoint is ever executed: weights must be safetensors, which hold numbers only, and folders with
 pickles, Python files or a pointer to remote code are refused. Checks read headers; `digest` alone reads every byte.
+
+Transformers, vLLM and AutoAWQ each choose for themselves which files of a folder they read. A digest identifies a model
+only if it covers whatever any of them may read, so most of this file is lists of names: what counts (`files`), what
+must be absent (`refuse_code`), and how large a file may be. `header` reads a safetensors file's header, `architecture`
+compares it with config.json, and `stream` reads the weights themselves; `qrl.formats` builds on these.
 """
 
 from __future__ import annotations
@@ -18,11 +23,11 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, BinaryIO
 
+from qrl.checkpoint import architecture, header
+from qrl.checkpoint.header import Entry
+from qrl.checkpoint.stream import Rows
 from qrl.errors import BadInput
 from qrl.files import reading
-from qrl.formats import architecture, header
-from qrl.formats.header import Entry
-from qrl.formats.stream import Rows
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +36,8 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json")
 SCALES = "activation_scales.json"  # of a model with quantized activations: a linear's name → scale of its inputs
-_SCALES_COUNTED = ("llama3", "longrope", "su")  # in max_position_embeddings; for the other types it is unscaled
+# Types of rotary scaling that max_position_embeddings includes already; for others it is the length before scaling.
+_SCALING_INCLUDED = ("llama3", "longrope", "su")
 TEMPLATES = "additional_chat_templates"  # a folder of templates; transformers prefers its default.jinja to all others
 # The digest covers every file that transformers, vLLM or AutoAWQ may read: weights, configuration, and how text becomes
 # tokens and back. A model card, MLflow's MLmodel and a trainer's leftovers decide nothing. Further weights are refused.
@@ -39,7 +45,7 @@ CONFIG_FILES = ("config.json", "generation_config.json", INDEX, SCALES)
 _MAPS = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 TOKENIZER_FILES = (*TOKENIZERS, *_MAPS, *CHAT_TEMPLATES)
 # Patterns of what few models have: other vocabularies, settings of processors (with templates of their own), Mistral's
-# files beside transformers', and settings that vLLM looks for where config.json has none.
+# own files, and settings that vLLM looks for where config.json has none.
 _VOCABULARIES = ("*.model", "*.tiktoken", "*.spm", "bpe.codes", "dict.txt", "tekken.json", "tokenizer.model.v*")
 _PROCESSORS = ("*processor_config.json", "audio_tokenizer_config.json", "sentence_*_config.json", "modules.json")
 _QUANTIZERS = ("params.json", "*quant_config.json", "quanti[sz]*_config.json", "torchao_config.json", "sparse_*.json")
@@ -47,11 +53,11 @@ CONFIGS = (*CONFIG_FILES, *_QUANTIZERS)
 TEXTS = (*TOKENIZER_FILES, *_VOCABULARIES, *_PROCESSORS)
 # Keys that make transformers read other files than those that the digest covers.
 _REDIRECTS = {"config.json": "configuration_files", "tokenizer_config.json": "fast_tokenizer_files"}
-# Largest size of a file in MiB, by pattern; the largest published ones have a third of it.
-_VOCABULARY = dict.fromkeys(("tokenizer.json", "vocab.*", "merges.txt", *_VOCABULARIES), 128)
-_MOST = {"*.jinja": 1, INDEX: 64, SCALES: 64, **_VOCABULARY, "*": 8}
+# Largest size of a file in MiB, by the first pattern that matches; the largest published ones have a third of it.
+_VOCABULARY_LIMITS = dict.fromkeys(("tokenizer.json", "vocab.*", "merges.txt", *_VOCABULARIES), 128)
+_SIZE_LIMITS = {"*.jinja": 1, INDEX: 64, SCALES: 64, **_VOCABULARY_LIMITS, "*": 8}
 _PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_READERS = 16  # files hashed at once, at most
+_MAX_READERS = 16  # files hashed at once
 _UNSAFE = {".py": "Python code", ".bin": "pickled weights", **dict.fromkeys(_PICKLES, "a pickle")}
 
 
@@ -66,7 +72,7 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256, as `digest` computes it, once it is asked for: it reads every byte."""
+        """The sha256, as `digest` computes it, at the first access: it reads every byte."""
         return digest(self.path)
 
 
@@ -88,16 +94,16 @@ def check(path: Path | str, *, need_tokenizer: bool = True, need_chat_template: 
         raise BadInput(f"{folder} holds a PEFT adapter, not a model: merge it into its base with `merge` first.")
     settings = config(folder)  # before the folder is searched: it may be any on the disk
     refuse_code(folder)
-    tensors_ = entries(folder)
-    architecture.check(folder / "config.json", settings, tensors_)
+    entry_of = entries(folder)
+    architecture.check(folder / "config.json", settings, entry_of)
     if need_tokenizer:
         _check_tokenizer(folder, need_chat_template)
     for name in files(folder):  # which refuses what one loader would read and another would not
-        with _opened(folder / name):
+        with _opened(folder / name):  # an unreadable file is an error now, and not once weights are loaded
             pass
-    size = sum((folder / name).stat().st_size for name in shards(folder))
+    weights_bytes = sum((folder / name).stat().st_size for name in shards(folder))
     method = (settings.get("quantization_config") or {}).get("quant_method")
-    return Checkpoint(folder, size, main_dtype(tensors_), method)
+    return Checkpoint(folder, weights_bytes, main_dtype(entry_of), method)
 
 
 def digest(path: Path | str) -> str:
@@ -113,28 +119,31 @@ def digest(path: Path | str) -> str:
     Raises:
         BadInput: as `files`, or a file cannot be read.
     """
-    folder, wanted = Path(path), files(path)
-    hashes: dict[str, str] = {}
+    folder = Path(path)
+    names = files(folder)
+    hash_of: dict[str, str] = {}
     errors: list[Exception] = []
-    waiting = iter(wanted)  # threads may share it: `next` of a list's iterator is one step
+    queue = iter(names)  # threads may share it: `next` of a list's iterator is one step
 
-    def read() -> None:
+    def hash_files() -> None:
         try:
-            for name in waiting:
+            for name in queue:
                 with _opened(folder / name) as file:
-                    hashes[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        except Exception as error:  # nobody sees a thread's: it is raised below
+                    hash_of[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        except Exception as error:  # an error in a thread would be lost: it is raised below
             errors.append(error)
 
     # Daemons, since an end of the process must not wait for them, as it does for those of concurrent.futures.
-    threads = [Thread(target=read, daemon=True) for _ in range(min(_READERS, os.cpu_count() or 1, len(wanted)))]
+    readers = min(_MAX_READERS, os.cpu_count() or 1, len(names))
+    threads = [Thread(target=hash_files, daemon=True) for _ in range(readers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
-    return hashlib.sha256("".join(f"{hashes[name]}  {name}\n" for name in wanted).encode()).hexdigest()
+    manifest = "".join(f"{hash_of[name]}  {name}\n" for name in names)
+    return hashlib.sha256(manifest.encode()).hexdigest()
 
 
 @contextmanager
@@ -147,7 +156,7 @@ def _opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def state(path: Path) -> list[tuple]:
-    """Return what a write to a file of a folder changes, or its replacement, whatever bytes it has afterwards."""
+    """Return a record of a folder's files that changes if one is written to or replaced, even with the same bytes."""
     stats = [(file.name, file.stat()) for file in sorted(path.rglob("*")) if file.exists()]
     return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) for name, stat in stats]
 
@@ -159,14 +168,18 @@ def files(path: Path | str) -> list[str]:
         BadInput: there are weights that one loader would read and another would not, or a file is too large to be what
             its name says.
     """
-    folder, weights = Path(path), shards(path)
-    indexed = weights != [WEIGHTS]  # transformers, vLLM and AutoAWQ then read only what is listed, or consolidated*
+    folder = Path(path)
+    weights = shards(folder)
+    # With an index, transformers, vLLM and AutoAWQ read only what it lists, or consolidated*.
+    has_index = weights != [WEIGHTS]
     for name in sorted(os.listdir(folder)):
-        further = name.endswith((".safetensors", ".gguf")) and name not in weights
-        unread = indexed and name.endswith(".safetensors") and not name.startswith("consolidated")
-        if (further and not unread) or name == "adapter_config.json":
-            other = f"{folder / name} is not part of the model in {weights[0]}, but loaders may read it too"
-            raise BadInput(f"{other}: move it out of the folder.")
+        is_extra = name.endswith((".safetensors", ".gguf")) and name not in weights
+        is_ignored = has_index and name.endswith(".safetensors") and not name.startswith("consolidated")
+        if (is_extra and not is_ignored) or name == "adapter_config.json":
+            raise BadInput(
+                f"{folder / name} is not part of the model in {weights[0]}, but loaders may read it too: move it out "
+                "of the folder."
+            )
     return sorted({*weights, *_matching(folder, CONFIGS), *text_files(folder)})
 
 
@@ -177,21 +190,26 @@ def text_files(path: Path | str) -> list[str]:
         BadInput: one is too large to be what its name says.
     """
     folder = Path(path)
-    further = _matching(folder / TEMPLATES, ("*.jinja",)) if (folder / TEMPLATES).is_dir() else []
-    return [*_matching(folder, TEXTS), *(f"{TEMPLATES}/{name}" for name in further)]
+    names = _matching(folder, TEXTS)
+    if (folder / TEMPLATES).is_dir():
+        names += [f"{TEMPLATES}/{name}" for name in _matching(folder / TEMPLATES, ("*.jinja",))]
+    return names
 
 
 def _matching(folder: Path, patterns: Sequence[str]) -> list[str]:
-    """Return the names in a folder that match a pattern; each must be a file of a bearable size."""
-    matching = sorted(name for name in os.listdir(folder) if any(fnmatchcase(name, each) for each in patterns))
-    matching = [name for name in matching if not (folder / name).is_dir()]
-    for name in matching:
+    """Return the sorted names of the files in a folder that match a pattern, none larger than its limit."""
+    names = []
+    for name in sorted(os.listdir(folder)):
+        matches = any(fnmatchcase(name, pattern) for pattern in patterns)
+        if not matches or (folder / name).is_dir():
+            continue
         _check_name(folder, name)
         try:
-            reading.check(folder / name, _most(name))
+            reading.check(folder / name, _size_limit(name))
         except OSError as error:  # such as a link to a file that is gone
             raise BadInput(f"{folder / name} cannot be read ({error.strerror}): copy the folder again.") from None
-    return matching
+        names.append(name)
+    return names
 
 
 def _check_name(folder: Path, name: str) -> None:
@@ -209,20 +227,22 @@ def config(path: Path | str) -> dict:
     if not file.is_file():
         raise BadInput(f"{Path(path)} has no config.json: expected a checkpoint as save_pretrained writes it.")
     settings = _json(file)
-    quantized = settings.get("quantization_config") or {}
-    if not isinstance(quantized, dict):
+    quantization = settings.get("quantization_config") or {}
+    if not isinstance(quantization, dict):
         raise BadInput(f"{file} has a quantization_config that is not an object: expected an object, or none.")
-    if quantized and not isinstance(
-        quantized.get("quant_method"), str
-    ):  # bitsandbytes would guess, and pack the weights
+    # bitsandbytes would guess, and pack the weights.
+    if quantization and not isinstance(quantization.get("quant_method"), str):
         raise BadInput(f"{file} has a quantization_config without a quant_method: copy it from the model again.")
-    if (named := settings.get("transformers_weights")) not in (None, WEIGHTS, INDEX):
+    weights = settings.get("transformers_weights")
+    if weights not in (None, WEIGHTS, INDEX):
         raise BadInput(
-            f"{file} takes the weights from {named!r} (transformers_weights): expected {WEIGHTS}, or no key."
+            f"{file} takes the weights from {weights!r} (transformers_weights): expected {WEIGHTS}, or no key."
         )
     if settings.get("speculators_config") is not None:  # vLLM would answer with the verifier that it names
-        draft = f"{file} describes a draft model (speculators_config)"
-        raise BadInput(f"{draft}: give the model that it drafts for, or delete the key.")
+        raise BadInput(
+            f"{file} describes a draft model (speculators_config): give the model that it drafts for, or delete the "
+            "key."
+        )
     return settings
 
 
@@ -230,8 +250,10 @@ def positions(path: Path | str) -> int | None:
     """Return the longest text in tokens; None where config.json does not say, or scales positions."""
     settings = config(path)
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
-    scaled = "factor" in rope and rope.get("rope_type", rope.get("type")) not in _SCALES_COUNTED
-    return None if scaled else settings.get("max_position_embeddings")
+    scaling = rope.get("rope_type", rope.get("type"))
+    if "factor" in rope and scaling not in _SCALING_INCLUDED:
+        return None
+    return settings.get("max_position_embeddings")
 
 
 def shards(path: Path | str) -> list[str]:
@@ -268,31 +290,37 @@ def entries(path: Path | str) -> dict[str, Entry]:
             holds.
     """
     folder = Path(path)
-    names = shards(folder)
-    by_name: dict[str, Entry] = {}
-    for name in names:
-        held = header.read(folder / name)
-        if twice := by_name.keys() & held:
-            both = f"{folder / name} and {by_name[min(twice)].file} both hold {min(twice)}"
-            raise BadInput(f"{both}, and loaders differ in which of them they use: write the weights again.")
-        by_name |= held
-    absent = set() if names == [WEIGHTS] else set(_json(folder / INDEX)["weight_map"]) - set(by_name)
-    if absent:
-        raise BadInput(f"{folder} lacks the tensor {min(absent)}, which {INDEX} lists: copy the folder again.")
-    return by_name
+    weights = shards(folder)
+    entry_of: dict[str, Entry] = {}
+    for file in weights:
+        entries_of_file = header.read(folder / file)
+        duplicates = entry_of.keys() & entries_of_file
+        if duplicates:
+            tensor = min(duplicates)
+            raise BadInput(
+                f"{folder / file} and {entry_of[tensor].file} both hold {tensor}, and loaders differ in which of them "
+                "they use: write the weights again."
+            )
+        entry_of |= entries_of_file
+    if weights == [WEIGHTS]:
+        return entry_of
+    missing = set(_json(folder / INDEX)["weight_map"]) - set(entry_of)
+    if missing:
+        raise BadInput(f"{folder} lacks the tensor {min(missing)}, which {INDEX} lists: copy the folder again.")
+    return entry_of
 
 
-def tensors(path: Path | str, wanted: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors(path: Path | str, names: Sequence[str] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors on the CPU, one at a time, so that a large checkpoint is never in memory as a whole.
 
     Args:
         path: checkpoint folder.
-        wanted: names of the tensors, in the order to yield them; None: all, sorted by name.
+        names: of the tensors, in the order to yield them; None: all, sorted by name.
     """
-    by_name = entries(path)
+    entry_of = entries(path)
     with closing(Rows(path)) as rows:
-        for name in sorted(by_name) if wanted is None else wanted:
-            yield name, rows.whole(by_name[name])
+        for name in sorted(entry_of) if names is None else names:
+            yield name, rows.whole(entry_of[name])
 
 
 def refuse_code(folder: Path) -> None:
@@ -303,13 +331,17 @@ def refuse_code(folder: Path) -> None:
     """
     for file in reading.walk(folder):
         if file.suffix.lower() in _UNSAFE and file.is_file():
-            risk = f"{file} is {_UNSAFE[file.suffix.lower()]}, which could run code when loaded"
-            raise BadInput(f"{risk}: delete it or move it out of the folder, since only safetensors are read.")
+            raise BadInput(
+                f"{file} is {_UNSAFE[file.suffix.lower()]}, which could run code when loaded: delete it or move it out "
+                "of the folder, since only safetensors are read."
+            )
     for name, key in _REDIRECTS.items():
         settings = _json(folder / name) if (folder / name).is_file() else {}
         if "auto_map" in settings:
-            risk = f"{folder / name} refers to the checkpoint's own code (auto_map), which is never run"
-            raise BadInput(f"{risk}: expected an architecture that transformers itself knows.")
+            raise BadInput(
+                f"{folder / name} refers to the checkpoint's own code (auto_map), which is never run: expected an "
+                "architecture that transformers itself knows."
+            )
         if key in settings:
             raise BadInput(f"{folder / name} refers to other files ({key}), which no digest covers: delete this key.")
 
@@ -319,21 +351,23 @@ def _check_tokenizer(folder: Path, need_chat_template: bool) -> None:
         raise BadInput(f"{folder} has no tokenizer: expected {TOKENIZERS[0]} beside the weights.")
     file = folder / "tokenizer_config.json"
     settings = _json(file) if file.is_file() else {}
-    places = (*CHAT_TEMPLATES, f"{TEMPLATES}/default.jinja")
-    templated = settings.get("chat_template") or any((folder / name).is_file() for name in places)
-    if need_chat_template and not templated:
-        places = f"{CHAT_TEMPLATES[0]}, or chat_template in {file.name}, as an instruction-tuned model has"
-        raise BadInput(f"{folder} has a tokenizer without a chat template: expected {places}.")
+    template_files = (*CHAT_TEMPLATES, f"{TEMPLATES}/default.jinja")
+    has_template = settings.get("chat_template") or any((folder / name).is_file() for name in template_files)
+    if need_chat_template and not has_template:
+        raise BadInput(
+            f"{folder} has a tokenizer without a chat template: expected {CHAT_TEMPLATES[0]}, or chat_template in "
+            f"{file.name}, as an instruction-tuned model has."
+        )
 
 
-def main_dtype(by_name: dict[str, Entry]) -> str:
+def main_dtype(entry_of: dict[str, Entry]) -> str:
     """Return the dtype of most floating-point weights, such as "bfloat16".
 
     Raises:
         BadInput: there is none.
     """
     counts: Counter[str] = Counter()
-    for entry in by_name.values():
+    for entry in entry_of.values():
         if entry.dtype in header.FLOATS:
             counts[header.FLOATS[entry.dtype]] += entry.numel
     if not counts:
@@ -343,7 +377,7 @@ def main_dtype(by_name: dict[str, Entry]) -> str:
 
 def _json(file: Path) -> dict:
     try:
-        value = reading.parsed(reading.content(file, _most(file.name)).decode())
+        value = reading.parsed(reading.content(file, _size_limit(file.name)).decode())
     except ValueError as error:
         raise BadInput(f"{file} cannot be read as JSON: {str(error)[:200]}.") from None
     if not isinstance(value, dict):
@@ -351,5 +385,7 @@ def _json(file: Path) -> dict:
     return value
 
 
-def _most(name: str) -> int:
-    return next(most for pattern, most in _MOST.items() if fnmatchcase(name, pattern)) * reading.MIB
+def _size_limit(name: str) -> int:
+    """Return the largest size of a file of this name, in bytes."""
+    limits_mib = (limit for pattern, limit in _SIZE_LIMITS.items() if fnmatchcase(name, pattern))
+    return next(limits_mib) * reading.MIB
