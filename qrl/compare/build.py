@@ -7,10 +7,10 @@ from typing import Any
 import pandas as pd
 
 from qrl import names
-from qrl.compare.comparison import Comparison
 from qrl.compare.evidence import Cell, Counts
 from qrl.compare.missing import filled
 from qrl.compare.outcomes import Answered
+from qrl.compare.printable import PrintableComparison
 from qrl.compare.read import read_questions
 from qrl.compare.validate import check_grid, engine, full_with_dtype, unusual_groups
 from qrl.errors import BadInput
@@ -26,7 +26,7 @@ def compare(
     reference: str | None = None,
     margin: float | None = None,
     missing: str | None = None,
-) -> Comparison:
+) -> PrintableComparison:
     """Compare cells: every variant with `base`, every scheme with full precision.
 
     Args:
@@ -39,7 +39,7 @@ def compare(
         missing: "wrong" counts answers that a cell lacks as wrong; None refuses such a cell.
 
     Returns:
-        Comparison, which shows itself as tables and verdicts; `row(scheme)` has the numbers.
+        A comparison, which shows itself as tables and verdicts; `row(scheme)` has the numbers.
 
     Raises:
         BadInput: the data cannot be read or compared.
@@ -52,7 +52,9 @@ def compare(
     return from_questions(frame, margin=margin, missing=missing)
 
 
-def from_questions(frame: pd.DataFrame, *, margin: float | None = None, missing: str | None = None) -> Comparison:
+def from_questions(
+    frame: pd.DataFrame, *, margin: float | None = None, missing: str | None = None
+) -> PrintableComparison:
     """Compare cells by their outcome on each question: everything is paired.
 
     Args:
@@ -68,7 +70,7 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None, missing:
             questions, or base or full is missing.
     """
     answered = Answered(filled(frame, missing))
-    return Comparison(
+    return PrintableComparison(
         evidence=answered.outcomes,
         margin=margin,
         engine=engine(frame),
@@ -78,7 +80,9 @@ def from_questions(frame: pd.DataFrame, *, margin: float | None = None, missing:
     )
 
 
-def from_counts(counts: Mapping[str, Any], *, margin: float | None = None, reference: str | None = None) -> Comparison:
+def from_counts(
+    counts: Mapping[str, Any], *, margin: float | None = None, reference: str | None = None
+) -> PrintableComparison:
     """Compare cells by their number of right answers alone, as if each cell had its own questions.
 
     Args:
@@ -109,4 +113,4 @@ def from_counts(counts: Mapping[str, Any], *, margin: float | None = None, refer
     if not correct:
         raise BadInput('The counts name no cell: expected {"n": 100, "base": {"full": 68}, "grpo": {"full": 72}}.')
     check_grid(correct, n)
-    return Comparison(Counts(correct, n), margin, full=names.shown(names.FULL, [reference]))
+    return PrintableComparison(Counts(correct, n), margin, full=names.shown(names.FULL, [reference]))

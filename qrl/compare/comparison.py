@@ -1,14 +1,14 @@
 """A comparison: every cell's accuracy, and the gains, losses and verdicts that follow from them.
 
-This file computes. Tables and sentences for people are written by `table`, documents and metrics by `record`; both are
-functions of a `Comparison`, which has short methods for them, so that a script can print one.
+This file computes. Tables and sentences for people are written by `table`, documents and metrics by `record`, as
+functions of a `Comparison`. What `qrl.compare` returns has short methods for them too (`printable`).
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Real
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import pandas as pd
 
@@ -254,34 +254,6 @@ class Comparison:
     def shown(self, scheme: str) -> str:
         """Return the scheme as tables and figures show it: `full (bf16)`, `awq (groups of 64)`."""
         return self.full if scheme == FULL else names.with_groups(scheme, self.groups.get(scheme))
-
-    def markdown(self) -> str:
-        """Return the tables for people; see `table.markdown`."""
-        # Imported here, since `table` is about this class: the methods are for scripts, and nothing here needs them.
-        from qrl.compare import table
-
-        return table.markdown(self)
-
-    __str__ = markdown
-    _repr_markdown_ = markdown
-
-    def sentence(self) -> str:
-        """Return the verdicts in a sentence each; see `table.sentence`."""
-        from qrl.compare import table
-
-        return table.sentence(self)
-
-    def table_json(self) -> dict[str, Any]:
-        """Return the contract `table.json`; see `record.table_json`."""
-        from qrl.compare import record
-
-        return record.table_json(self)
-
-    def metrics(self) -> dict[str, float]:
-        """Return MLflow metrics; see `record.metrics`."""
-        from qrl.compare import record
-
-        return record.metrics(self)
 
     def _row(self, variant: str, scheme: str) -> Row:
         base = (BASE, scheme)

@@ -29,7 +29,7 @@ def notes(frame: pd.DataFrame) -> dict[Cell, str]:
     if names.UNHEALTHY not in frame:
         return _unfinished(frame) if "finish_reason" in frame else {}
     rows = pd.DataFrame(frame[frame[names.UNHEALTHY].notna()])
-    marks: dict[Cell, dict[str, None]] = {}  # the texts of a cell in the order of its rows, each once
+    marks: dict[Cell, dict[str, None]] = {}  # in the order of the rows, each text once
     for variant, scheme, text in rows[["variant", "scheme", names.UNHEALTHY]].astype(str).itertuples(index=False):
         marks.setdefault((variant, scheme), {})[text] = None
     return {cell: "; ".join(texts) for cell, texts in marks.items()}

@@ -119,9 +119,9 @@ def _have_same_texts(answered: Answered, first: Cell, second: Cell) -> bool:
     if BASE in (first[0], second[0]) and len(set(right["seed"])) == 1:
         columns = ["question"]
     pairs = left.merge(right, on=columns, how="left", suffixes=("", "_right"), validate="many_to_one")
-    left_outcomes = pairs["correct"].to_numpy()
+    outcomes = pairs["correct"].to_numpy()
     right_outcomes = pairs["correct_right"].to_numpy()
-    if not len(pairs) or not (left_outcomes == right_outcomes).all():
+    if not len(pairs) or not (outcomes == right_outcomes).all():
         return False
 
     # Lengths are compared first, since texts may have to be read from their files.

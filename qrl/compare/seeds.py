@@ -34,14 +34,14 @@ def repeated(answered: Answered) -> list[tuple[str, ...]]:
         table[name] = answered.frame[name].astype(str)
     is_trained = np.array([variant != names.BASE for variant, _ in answered.cells])[answered.cell]
     columns = ["cell", "question", "correct", *text_columns]
+    trained = pd.DataFrame(table[is_trained]).sort_values(by=columns)
 
     # One digest per seed, of its rows in order: equal digests are equal answers.
-    seeds_by_digest: dict[str, list[str]] = {}
-    trained = pd.DataFrame(table[is_trained]).sort_values(by=columns)
+    seeds_by_digest: dict[tuple, list[str]] = {}
     for seed, rows in trained.groupby("seed", observed=True):
         if len(set(rows["correct"])) > 1:
-            digest = sha256(rows[columns].to_csv(index=False).encode()).hexdigest()
-            seeds_by_digest.setdefault(digest, []).append(str(seed))
+            answers = rows[columns].to_csv(index=False).encode()
+            seeds_by_digest.setdefault((len(rows), sha256(answers).digest()), []).append(str(seed))
     return [tuple(sorted(seeds, key=_order)) for seeds in seeds_by_digest.values() if len(seeds) > 1]
 
 

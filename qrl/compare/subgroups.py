@@ -53,7 +53,7 @@ def groups(answered: Answered, cells: Sequence[Cell]) -> dict[str, list[Group]]:
         if kind not in answered.frame:
             continue
         group_of_question = _group_of_question(answered, kind)
-        group_names = _ordered(set(group_of_question.dropna()))
+        group_names = _ordered(group_of_question.dropna())
         if len(group_names) > 1:
             by_kind[kind] = [_group(answered, cells, name, group_of_question == name) for name in group_names]
     return by_kind
@@ -120,8 +120,8 @@ def _group_of_question(answered: Answered, kind: str) -> pd.Series:
     group_names = answered.frame[kind].astype(object)[is_named]
     rows = pd.DataFrame({"question": answered.question[is_named], kind: group_names})
     first = rows.drop_duplicates("question")
-    texts = [_name(value) for value in first[kind]]
-    return pd.Series(texts, index=pd.Index(first["question"]), dtype=object).reindex(np.arange(len(answered.questions)))
+    by_question = pd.Series([_name(value) for value in first[kind]], index=pd.Index(first["question"]), dtype=object)
+    return by_question.reindex(np.arange(len(answered.questions)))
 
 
 def _name(value: object) -> str:
