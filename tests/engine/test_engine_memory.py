@@ -9,7 +9,7 @@ from qrl.errors import QrlError
 from qrl.recipe import Train
 from qrl.steps import evaluate
 from qrl.steps import train as step
-from qrl.train import Job, grpo
+from qrl.train import Job, footprint, grpo, trainers
 
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")
 FULL = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError(), CPU]
@@ -63,8 +63,8 @@ def test_the_space_of_a_training_is_of_its_checkpoints_and_its_model():
         6: {"train.steps": "90", "train.keep_checkpoints": "5"},
     }.items():
         settings = recipe.load("tiny", changes | {"train.save_every": "10"})
-        assert step._bytes_written(settings, base) == pytest.approx(saved * 12 * parameters + base.bytes, rel=0.01)
-    assert step._bytes_written(recipe.load("tiny-lora", {}), base) == 0
+        assert footprint.written(settings.train, base) == pytest.approx(saved * 12 * parameters + base.bytes, rel=0.01)
+    assert footprint.written(recipe.load("tiny-lora", {}).train, base) == 0
 
 
 @pytest.mark.process
@@ -89,7 +89,7 @@ def test_training_resumes_with_half_the_micro_batch(tmp_path, monkeypatch, capsy
     folders = {"work": tmp_path / "work", "out": tmp_path / "model"}
     log = lambda metrics, number: steps.setdefault(number, metrics)  # noqa: E731
     job = Job(settings=settings, template="plain", seed=0, device="cpu", log=log, **data, **folders)
-    trained = step._train(job, None)
+    trained = step._train_within_memory(trainers.TRAINERS["grpo"], job)
     assert trained.resumed_from == 2 and sorted(steps) == [1, 2, 3, 4] and len(trained.history) == 4
     assert checkpoint.check(trained.path).dtype == checkpoint.check(tiny.PATH).dtype
     assert "goes on with 4" in tags[f"{names.TAG_WATCH}memory"] and "warning" in capsys.readouterr().err
