@@ -77,18 +77,18 @@ def load(
     from qrl.tasks import prompt
 
     device = devices.choose(device)
-    public_key = signing.trusted(require_signature)
+    public_key = signing.load_public_key(require_signature)
     version = resolve(name, stage)
-    path = versions.admit(version)
+    path = versions.check_gate(version)
 
     # The digest is checked before the files are loaded; if they change in between, the wrong weights have been checked.
     state = checkpoint.state(path)
-    versions.whole(version, path, public_key)
+    versions.check_files(version, path, public_key)
     model, tokenizer = hf.load(path, device, devices.compute_dtype(dtype, device))
     if checkpoint.state(path) != state:
         raise QrlError(f"The files of {version} changed while they were loaded: load it again.")
     if version.chat:  # chats are rendered as they were evaluated
-        tokenizer.chat_template = prompt.fixed(tokenizer.get_chat_template(), version.chat)
+        tokenizer.chat_template = prompt.with_fixed_variables(tokenizer.get_chat_template(), version.chat)
     return model, tokenizer
 
 

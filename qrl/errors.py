@@ -104,7 +104,7 @@ class Objections:
         """Return what the user would be told, a sentence for each objection."""
         return [str(error) for error in self.errors]
 
-    def check(self, look: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T | None:
+    def keep(self, look: Callable[..., _T], *arguments: Any, **keywords: Any) -> _T | None:
         """Return what `look` returns; keep the sentence of its BadInput and return None.
 
         Another error is raised, unless there is an objection already: it may well follow from that one.

@@ -56,7 +56,7 @@ def sentences() -> Iterator[None]:
         sys.exit(error.exit_code)
 
 
-def settle() -> None:
+def prepare_process() -> None:
     """Set working folder, environment, log levels and the allocator; call it before torch is imported."""
     first_process = os.environ.pop(FIRST, None)
     if first_process:

@@ -90,7 +90,7 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def need(folder: Path, size: int, what: str) -> None:
+def check_space(folder: Path, size: int, what: str) -> None:
     """Raise BadInput if a folder's disk lacks the space for `size` bytes, which `what` is about to write there."""
     free = free_bytes(folder)
     if free < size:
@@ -101,7 +101,7 @@ def need(folder: Path, size: int, what: str) -> None:
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def write_atomically(path: Path) -> Iterator[Path]:
     """Yield a path in the same folder to write to, and rename it to `path` when the block ends without an error.
 
     A reader sees the previous file or the whole new one, also if this process is killed half-way.
@@ -152,7 +152,7 @@ def written(out: Path, what: str, texts: dict[str, str]) -> Iterator[Path]:
     try:
         (out / names.FIGURES).mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            with written_whole(out / name) as path:
+            with write_atomically(out / name) as path:
                 path.write_text(text, encoding="utf-8")
         yield out / names.FIGURES
     except OSError as error:

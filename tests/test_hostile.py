@@ -55,7 +55,7 @@ SLOWEST_S = 10.0  # of one example, on a busy machine
 @pytest.fixture
 def here(monkeypatch, capsys, store):
     """Run a command in this process; return its exit code and what it wrote to stderr, without lines of progress."""
-    monkeypatch.setattr(ending.process, "settle", lambda: None)
+    monkeypatch.setattr(ending.process, "prepare_process", lambda: None)
     monkeypatch.setattr(ending.signals, "guard", lambda **_: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     Path("given.jsonl").write_text('{"completion": "#### 1", "answer": "1"}\n')
@@ -107,7 +107,7 @@ def test_every_option_that_is_a_text_has_a_hostile_case():
 
 def test_a_device_is_not_replaced_by_a_file(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(BadInput, match="device or a pipe"), workspace.written_whole(tmp_path / "pipe"):
+    with pytest.raises(BadInput, match="device or a pipe"), workspace.write_atomically(tmp_path / "pipe"):
         pass
     assert not (tmp_path / "pipe").is_file()
 
@@ -141,7 +141,7 @@ def test_a_parquet_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypat
     pd.DataFrame({"completion": ["a" * 10_000] * 1000}).to_parquet(tmp_path / "a.parquet")
     assert (tmp_path / "a.parquet").stat().st_size < 1 << 17
     with pytest.raises(BadInput, match="unpacks to more than 1 MiB"):
-        tables.records(tmp_path / "a.parquet")
+        tables.read_rows(tmp_path / "a.parquet")
 
 
 def test_texts_of_a_parquet_file_that_are_no_utf_8_are_a_sentence(tmp_path):
@@ -150,9 +150,9 @@ def test_texts_of_a_parquet_file_that_are_no_utf_8_are_a_sentence(tmp_path):
     )
     content = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "a.parquet").write_bytes(content.replace(b"one", b"o\xffe"))
-    assert tables.narrow([({}, tmp_path / "a.parquet")], ["question", "answer"], []) is None
+    assert tables.read_columns([({}, tmp_path / "a.parquet")], ["question", "answer"], []) is None
     with pytest.raises(BadInput, match=r"a\.parquet"):
-        list(tables.records(tmp_path / "a.parquet"))
+        list(tables.read_rows(tmp_path / "a.parquet"))
 
 
 def test_a_text_that_a_parquet_file_holds_once_is_not_written_out_for_every_row(tmp_path, monkeypatch):
@@ -160,25 +160,25 @@ def test_a_text_that_a_parquet_file_holds_once_is_not_written_out_for_every_row(
     answers = pa.DictionaryArray.from_arrays(pa.array([0] * n, pa.int32()), [long])
     asked = pa.array([f"q{i % 7}" for i in range(n)])
     pq.write_table(pa.table({"question": asked, "completion": answers}), tmp_path / "a.parquet")  # 1.2 GB
-    monkeypatch.setattr(tables.reading, "memory_bytes", lambda: 1 << 20)
-    found = tables.narrow([({}, tmp_path / "a.parquet")], ["question"], ["completion"])
+    monkeypatch.setattr(tables.reading, "memory_limit_bytes", lambda: 1 << 20)
+    found = tables.read_columns([({}, tmp_path / "a.parquet")], ["question"], ["completion"])
     assert list(found["question"]) == asked.to_pylist() and list(found["completion"].cat.categories) == [long]
     taken = found.attrs[tables.TEXTS].take(found[tables.ROW].iloc[:3], ["completion"])
     assert list(taken["completion"]) == [long] * 3
     monkeypatch.undo()
     with pytest.raises(BadInput, match="unpacks to more than 1,024 MiB"):
-        tables.records(tmp_path / "a.parquet")
+        tables.read_rows(tmp_path / "a.parquet")
     monkeypatch.setattr(tables.reading, "TABLE_BYTES", 1 << 20)
     pd.DataFrame({"turns": [["b" * 1000] * 500] * 4}).to_parquet(tmp_path / "nested.parquet")
     with pytest.raises(BadInput, match="unpacks to more than 1 MiB"):
-        tables.records(tmp_path / "nested.parquet")
+        tables.read_rows(tmp_path / "nested.parquet")
 
 
-@pytest.mark.parametrize("read", [tables.records, lambda path: tables.narrow([({}, path)], ["correct"], [])])
+@pytest.mark.parametrize("read", [tables.read_rows, lambda path: tables.read_columns([({}, path)], ["correct"], [])])
 def test_a_parquet_file_of_more_values_than_fit_is_refused(read, tmp_path, monkeypatch):
     pd.DataFrame({"correct": [1] * 200_000}).to_parquet(tmp_path / "a.parquet")
     assert (tmp_path / "a.parquet").stat().st_size < 1 << 12
-    monkeypatch.setattr(tables.reading, "memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(tables.reading, "memory_limit_bytes", lambda: 1 << 20)
     with pytest.raises(BadInput, match="unpacks to more than 1 MiB"):
         read(tmp_path / "a.parquet")
 
@@ -338,7 +338,7 @@ def record(path: Path) -> None:
     for each in (past.state.aliases(), past.state.shown(), past.state.stages, past.gates(1), past.until("2026")):
         str(each)
     for each in past.records:
-        history.best(past.gates(), each.stage)
+        history.standing_decision(past.gates(), each.stage)
         ", ".join([each.time, each.by, each.run[:8], each.digest[:12], *each.reasons, *each.bounds])
 
 
@@ -364,7 +364,7 @@ def signed() -> tuple[bytes, str]:
         (folder / "a").write_text("a")
         key, out = Path(place, "key.pem"), Path(place, signing.SIGNATURE)
         key.write_bytes(private.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption()))
-        signer, public = signing.keys(SimpleNamespace(sign_with=(str(key),), require_signature=""))
+        signer, public = signing.load_keys(SimpleNamespace(sign_with=(str(key),), require_signature=""))
         signer.sign(folder, out)
         return out.read_bytes(), public
 
@@ -399,10 +399,10 @@ FORMER = {
 
 
 READERS: dict[str, tuple[str, st.SearchStrategy, Callable[[Path], object]]] = {
-    "lines": ("a.jsonl", files(ROW), tables.records),
-    "array": ("a.json", files([ROW]), tables.records),
-    "csv": ("a.csv", damaged(pd.DataFrame([ROW] * 3).to_csv().encode()), tables.frame),
-    "parquet": ("a.parquet", damaged(parquet()), tables.records),
+    "lines": ("a.jsonl", files(ROW), tables.read_rows),
+    "array": ("a.json", files([ROW]), tables.read_rows),
+    "csv": ("a.csv", damaged(pd.DataFrame([ROW] * 3).to_csv().encode()), tables.read_frame),
+    "parquet": ("a.parquet", damaged(parquet()), tables.read_rows),
     "data": ("a.jsonl", files({"question": "1?", "answer": "#### 1"}), lambda path: list(rows.of_file(path))),
     "counts": ("a.json", files(COUNTS), read.read_counts),
     "harness": ("samples_a.jsonl", files(HARNESS), lambda path: logs.read_logs(f"base:full={path}")),
@@ -413,7 +413,7 @@ READERS: dict[str, tuple[str, st.SearchStrategy, Callable[[Path], object]]] = {
     "recipe": ("a.yaml", damaged(RECIPE), lambda path: recipe.load(str(path))),
     "yaml": ("a.yaml", files(PROMPT), lambda path: documents.parse(path, "It")),
     "prompt": ("a.yaml", files(PROMPT), lambda path: prompts.resolve(str(path), Path())),
-    "questions": ("a.jsonl", files(ROW), lambda path: validate.checked(read.read_questions(path))),
+    "questions": ("a.jsonl", files(ROW), lambda path: validate.read_outcomes(read.read_questions(path))),
     "questions, parquet": ("a.parquet", damaged(parquet()), lambda path: read.read_questions(path, whole=False)),
     "index": (checkpoint.INDEX, files(INDEX), index),
     "tokenizer": (

@@ -29,10 +29,7 @@ HEAVY = {"torch", "transformers", "trl", "mlflow", "scipy", "matplotlib", "plotl
 HEAVY |= {"pydantic", "pandas"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 # Files of one room that import each other, in a circle. Delete an entry when its circle is gone; add none.
-CYCLES = {
-    ("figures.cards", "figures.forest"),
-    ("train.qat.fold", "train.qat.linear"),
-}
+CYCLES = {("figures.cards", "figures.forest"), ("train.qat.fold", "train.qat.linear")}
 
 
 def room(path: Path) -> str:

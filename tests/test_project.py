@@ -110,7 +110,7 @@ def test_where_hashes_are_required_a_step_with_its_own_environment_takes_its_own
 
 def test_no_process_of_ours_and_none_that_it_starts_reads_pickles(monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_PICKLE_DESERIALIZATION", "true")
-    process.settle()
+    process.prepare_process()
     assert os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
     for engine in engines.MODULES:
         assert engines.environment(engine, None)["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
@@ -119,7 +119,7 @@ def test_no_process_of_ours_and_none_that_it_starts_reads_pickles(monkeypatch):
 def test_what_our_processes_import_is_compiled_once_whatever_the_image_says(monkeypatch):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
-    process.settle()
+    process.prepare_process()
     assert "PYTHONDONTWRITEBYTECODE" not in os.environ and not sys.dont_write_bytecode
 
 

@@ -214,13 +214,13 @@ def test_a_killed_training_goes_on_to_the_same_weights_and_a_finished_one_is_not
     def killed(path):
         if next(saves) == 1:  # the second state, after step 4, is never stored
             raise KeyboardInterrupt
-        return workspace.written_whole(path)
+        return workspace.write_atomically(path)
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(train, "written_whole", killed)
+        patched.setattr(train, "write_atomically", killed)
         with pytest.raises(KeyboardInterrupt):
             make.make(place / "resumed", SMALL, Corpus(), budget, **MADE)
     assert not (place / "resumed").exists()

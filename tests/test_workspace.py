@@ -108,7 +108,7 @@ def test_two_processes_that_write_one_file_never_mix_and_what_a_killed_one_left_
     host = workspaces._writer().partition("-")[0]
     (left := tmp_path / f".a.{host}-{int(gone.stdout)}.partial").write_text("half")
     (elsewhere := tmp_path / f".a.0123abcd-{int(gone.stdout)}.partial").write_text("another host's, which may live")
-    with workspaces.written_whole(tmp_path / "a") as ours:
+    with workspaces.write_atomically(tmp_path / "a") as ours:
         ours.write_text("first half, ")
         subprocess.run(
             [sys.executable, "-c", OTHER, str(tmp_path / "a")], cwd=Path(workspaces.__file__).parents[1], check=True

@@ -205,7 +205,7 @@ def _matching(folder: Path, patterns: Sequence[str]) -> list[str]:
             continue
         _check_name(folder, name)
         try:
-            reading.check(folder / name, _size_limit(name))
+            reading.check_regular_file(folder / name, _size_limit(name))
         except OSError as error:  # such as a link to a file that is gone
             raise BadInput(f"{folder / name} cannot be read ({error.strerror}): copy the folder again.") from None
         names.append(name)
@@ -377,7 +377,7 @@ def main_dtype(entry_of: dict[str, Entry]) -> str:
 
 def _json(file: Path) -> dict:
     try:
-        value = reading.parsed(reading.content(file, _size_limit(file.name)).decode())
+        value = reading.parse_json(reading.read_bytes(file, _size_limit(file.name)).decode())
     except ValueError as error:
         raise BadInput(f"{file} cannot be read as JSON: {str(error)[:200]}.") from None
     if not isinstance(value, dict):

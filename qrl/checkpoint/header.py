@@ -55,7 +55,7 @@ def read(file: Path) -> dict[str, Entry]:
         text = stream.read(length)
     data_start = 8 + length
     try:
-        fields_of = reading.parsed(text)
+        fields_of = reading.parse_json(text)
         _check_metadata(fields_of.pop("__metadata__", {}))
         entries = {name: _entry(file.name, fields, data_start) for name, fields in fields_of.items()}
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -150,7 +150,7 @@ def train_command(typed: Typed, settings) -> None:
     from qrl.steps import train
     from qrl.study import build
 
-    check = partial(train.check_rollouts, settings)
+    check = partial(train.check, settings)
     work = partial(train.train, settings)
     typed.run("train", build.trained_by(settings), check, work)
 
@@ -182,9 +182,11 @@ def quantize_command(typed: Typed, settings, scheme: str, models: str | None) ->
 
     schemes = build.together(scheme)
     for scheme_name in schemes:
-        scheme_settings.of(scheme_name, settings.quantize, settings.seed)  # refuses bad input before the warnings
+        scheme_settings.settings_of(
+            scheme_name, settings.quantize, settings.seed
+        )  # refuses bad input before the warnings
     report.warn(scheme_settings.unheeded(settings.quantize, schemes, {*typed.overrides, "quantize.schemes"}))
-    check = partial(quantize.sources, settings, models)
+    check = partial(quantize.check_sources, settings, models)
     work = partial(quantize.quantize, settings, schemes, models)
     typed.run("quantize", schemes[0], check, work)
 
@@ -206,7 +208,7 @@ def evaluate_command(typed: Typed, settings, cells: str | None) -> None:
     from qrl.study import report
 
     report.warn(rules.warnings(settings, rules.EVALUATING))
-    check = partial(evaluate.check, settings, cells)
+    check = partial(evaluate.check_cells, settings, cells)
     work = partial(evaluate.evaluate, settings, cells)
     typed.run("evaluate", settings.evaluate.engine, check, work)
 

@@ -16,7 +16,7 @@ from qrl.tracking import signals
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and end the process with its exit code; expected errors are printed as one sentence."""
-    process.settle()
+    process.prepare_process()
     for stream in (sys.stdout, sys.stderr):  # an encoding without − or ± gets an escape, not a traceback
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _check(words: list[str]) -> None:
     """Raise BadInput if an argument has control characters, or if the current folder is gone."""
     for word in words:
-        reading.check_text("An argument", word)
+        reading.check_control_characters("An argument", word)
     try:
         os.getcwd()
     except FileNotFoundError:  # torch's libraries would end the process while they are loaded

@@ -67,7 +67,7 @@ def serve_command(typed: Typed, settings, **options) -> None:
 
     def check() -> None:
         serve.check_options("vllm", options["stage"], options["memory"], options["follow_s"], options["drain_s"])
-        serve.check(settings, options["stage"], host=options["host"], port=options["port"])
+        serve.check_stage(settings, options["stage"], host=options["host"], port=options["port"])
 
     typed.run("serve", options["engine"], check, partial(serve.serve, settings, **options))
 
@@ -101,7 +101,7 @@ def benchmark_command(
     from qrl.steps import benchmark
 
     engine = "vllm" if url or rates else settings.evaluate.engine  # servers are vLLM's
-    check = partial(benchmark.subjects, settings, stages, models)
+    check = partial(benchmark.check_subjects, settings, stages, models)
     work = partial(benchmark.benchmark, settings, stages=stages, models=models, url=url, rates=bool(rates))
     typed.run("benchmark", engine, check, work)
 

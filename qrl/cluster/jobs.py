@@ -32,7 +32,7 @@ from qrl.cluster.driver import COMPLETED, LOG_FILE, RUNNING, SETTINGS, VANISHED,
 from qrl.cluster.slurm import Slurm
 from qrl.errors import BadInput, QrlError, first_line
 from qrl.tracking import contents, dead_runs, runs, store, store_errors
-from qrl.workspace import WORK, written_whole
+from qrl.workspace import WORK, write_atomically
 
 DRIVERS: dict[str, type[Driver]] = {"slurm": Slurm}
 # Tags of a run that is a job.
@@ -146,7 +146,7 @@ def submit(job: Job) -> Submitted:
     try:
         files = {job.script: driver.script(job), job.folder / SETTINGS: job.cluster.model_dump_json(indent=1)}
         for path, text in files.items():
-            with written_whole(path) as partial_path:
+            with write_atomically(path) as partial_path:
                 partial_path.write_text(text)
             client.log_artifact(job.run_id, str(path), ARTIFACTS)
         cluster_name = f"{job.cluster.driver}:{driver.name()}"

@@ -13,7 +13,7 @@ from qrl.compare.build import compare, from_counts, from_questions
 from qrl.compare.comparison import Comparison, Row, gain_survival
 from qrl.compare.evidence import Cell
 from qrl.compare.logs import read_logs
-from qrl.compare.read import narrow, read_counts, read_questions
+from qrl.compare.read import read_columns, read_counts, read_questions
 
 __all__ = [
     "Cell",

@@ -8,7 +8,7 @@ import pandas as pd
 
 from qrl import names
 from qrl.compare.evidence import Cell, Counts
-from qrl.compare.missing import filled
+from qrl.compare.missing import fill
 from qrl.compare.outcomes import Answered
 from qrl.compare.printable import PrintableComparison
 from qrl.compare.read import read_questions
@@ -69,7 +69,7 @@ def from_questions(
         BadInput: columns are missing, outcomes are outside 0..1, rows are duplicated, cells answered different
             questions, or base or full is missing.
     """
-    answered = Answered(filled(frame, missing))
+    answered = Answered(fill(frame, missing))
     return PrintableComparison(
         evidence=answered.outcomes,
         margin=margin,

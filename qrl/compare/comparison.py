@@ -197,7 +197,7 @@ class Comparison:
         """Subject and level → their groups of questions; empty where the rows name none."""
         return subgroups.groups(self.answered, list(self.cells)) if self.answered else {}
 
-    def changed_shown(self) -> pd.DataFrame:
+    def changed_sample(self) -> pd.DataFrame:
         """Return a few of the changed answers as texts for people; see `answers.sample_texts`."""
         texts = self.answered.frame.attrs.get(TEXTS) if self.answered else None
         return answers.sample_texts(self.changed, texts)
@@ -251,7 +251,7 @@ class Comparison:
                 raise BadInput(f"There is no cell {names.cell_name(*cell)}: expected one of {evaluated}.")
         return self.evidence.contrast({a: 1, b: -1})
 
-    def shown(self, scheme: str) -> str:
+    def scheme_label(self, scheme: str) -> str:
         """Return the scheme as tables and figures show it: `full (bf16)`, `awq (groups of 64)`."""
         return self.full if scheme == FULL else names.with_groups(scheme, self.groups.get(scheme))
 

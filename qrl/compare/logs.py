@@ -89,7 +89,7 @@ def read_logs(
     logs: dict[str, Log] = {}
     rows: list[dict[str, Any]] = []
     first_answers: dict[str, tuple[str, Answer]] = {}  # question → the first cell with it, and its answer
-    for variant, scheme, address in tables.cells(source):
+    for variant, scheme, address in tables.parse_cells(source):
         cell = cell_name(variant, scheme)
         if cell in logs:
             raise BadInput(f"--logs names cell {cell} twice: give one log per cell.")
@@ -118,7 +118,7 @@ def read_logs(
                 "completion": answer.completion,
             }
             rows.append(row)
-    return read_questions(tables.framed(rows), reference=reference)
+    return read_questions(tables.as_frame(rows), reference=reference)
 
 
 def _file(address: str) -> Path:
@@ -161,7 +161,7 @@ def _read(path: Path, missing: str | None) -> Log:
 
 def _harness(path: Path) -> Log:
     answers = []
-    for location, row in tables.records(path):
+    for location, row in tables.read_rows(path):
         lacking = {"doc_id", "arguments", "resps"}.difference(row)
         if lacking:
             expected = f"samples of {HARNESS}, from --log_samples"
@@ -210,15 +210,17 @@ def _eval(path: Path, missing: str | None) -> Log:
                 )
             samples = [info for name, info in members.items() if name.startswith("samples/")]
             sizes = [info.file_size for info in (header, *samples)]
-            if sum(sizes) > LARGEST or max(sizes) > reading.memory_bytes() // GROWS:  # a member is in memory as a whole
+            if (
+                sum(sizes) > LARGEST or max(sizes) > reading.memory_limit_bytes() // GROWS
+            ):  # a member is in memory as a whole
                 expected = "shorten it, for example by its events"
                 raise BadInput(
                     f"{path} unpacks to more than fits into memory, {max(sizes):,} bytes at once: {expected}."
                 )
 
             # A generator, so that one sample is in memory at a time.
-            parsed = (tables.parsed(f"{path}, {info.filename}", _content(path, archive, info)) for info in samples)
-            document = tables.parsed(f"{path}, header.json", _content(path, archive, header))
+            parsed = (tables.parse_json(f"{path}, {info.filename}", _content(path, archive, info)) for info in samples)
+            document = tables.parse_json(f"{path}, header.json", _content(path, archive, header))
             return _inspect(path, document, parsed, missing)
     except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OSError) as error:
         damaged = f"{path} is no .eval log of {INSPECT}, or is damaged ({str(error)[:100]})"
@@ -244,7 +246,9 @@ def _content(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> byt
 
 
 def _json(path: Path, missing: str | None) -> Log:
-    document = tables.parsed(str(path), reading.content(path, min(LARGEST, reading.memory_bytes() // GROWS)))
+    document = tables.parse_json(
+        str(path), reading.read_bytes(path, min(LARGEST, reading.memory_limit_bytes() // GROWS))
+    )
     if not isinstance(document, dict) or "eval" not in document:
         raise BadInput(f"{path} has no 'eval': expected a log of {INSPECT}. Of {HARNESS}, give samples_*.jsonl.")
     return _inspect(path, document, iter(document.get("samples") or ()), missing)

@@ -40,7 +40,7 @@ def check_missing(missing: str | None) -> None:
         raise BadInput(f"missing is {missing!r:.40}, but must be '{WRONG}', which counts missing answers as wrong.")
 
 
-def filled(frame: pd.DataFrame, missing: str | None) -> pd.DataFrame:
+def fill(frame: pd.DataFrame, missing: str | None) -> pd.DataFrame:
     """Return the table with a row, `correct` 0, for each answer that a cell lacks and another cell has.
 
     Args:

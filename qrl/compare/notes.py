@@ -43,7 +43,7 @@ class Alike:
     n: int  # questions
 
 
-def of_updates(updates: Iterable[Stored]) -> list[str]:
+def notes_on_updates(updates: Iterable[Stored]) -> list[str]:
     """Return a note on each training's stored update; a warning where less than half of it is kept."""
     warnings = []
     notes = []
@@ -56,7 +56,7 @@ def of_updates(updates: Iterable[Stored]) -> list[str]:
     return [*warnings, *notes]
 
 
-def of_answers(pairs: Iterable[Alike], scheme_labels: Mapping[str, str] | None = None) -> list[str]:
+def notes_on_alike(pairs: Iterable[Alike], scheme_labels: Mapping[str, str] | None = None) -> list[str]:
     """Return a warning for each pair of variants that answer alike.
 
     Args:
@@ -76,7 +76,7 @@ def of_answers(pairs: Iterable[Alike], scheme_labels: Mapping[str, str] | None =
     return warnings
 
 
-def alike(answered: Answered | None) -> list[Alike]:
+def find_alike(answered: Answered | None) -> list[Alike]:
     """Return the pairs of variants that gave the same text in answer to every question, with the schemes.
 
     Texts are read only where outcomes and lengths are equal. None where they are unknown, or a question has several

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 from qrl.compare.evidence import Cell, Questions
-from qrl.compare.validate import ENOUGH, LABEL, LABEL_RULE, cells_of, check_grid, checked, labels, quoted
+from qrl.compare.validate import ENOUGH, LABEL, LABEL_RULE, cells_of, check_grid, labels, quoted, read_outcomes
 from qrl.errors import BadInput
 from qrl.names import BASE, cell_name
 from qrl.stats.rates import is_binary
@@ -73,7 +73,7 @@ class Answered:
     def __init__(self, frame: pd.DataFrame, table: pd.DataFrame | None = None, *, grid: bool = True) -> None:
         self.grid = grid
         self.frame = frame.reset_index(drop=True)  # tables that were concatenated repeat their labels
-        self.table = checked(self.frame) if table is None else table
+        self.table = read_outcomes(self.frame) if table is None else table
         self.questions = self.table["question"].cat.categories  # sorted, as all categories here
         self.question = self.table["question"].cat.codes.to_numpy()
 

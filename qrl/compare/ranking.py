@@ -92,7 +92,7 @@ class Methods:
         """The quantized method with the highest accuracy."""
         return next((row for row in self.rows if row.quantized), None)
 
-    def shown(self, cell: Cell) -> str:
+    def cell_label(self, cell: Cell) -> str:
         """Return a cell's name as tables and figures show it."""
         variant, scheme = cell
         if scheme == names.FULL:
@@ -125,7 +125,7 @@ class Methods:
         """A row per answer that was graded differently from its reference's; see `answers.find_changed`."""
         return answers.find_changed(self.answered, self.references) if self.answered else pd.DataFrame()
 
-    def changed_shown(self) -> pd.DataFrame:
+    def changed_sample(self) -> pd.DataFrame:
         """Return a few of them as texts for people, with columns method and reference; see `answers.sample_texts`."""
         texts = self.answered.frame.attrs.get(TEXTS) if self.answered else None
         table = answers.sample_texts(self.changed, texts)
@@ -253,15 +253,15 @@ def control_of(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
 
 def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Sequence[str] = ()) -> str:
     """Return one row per method, best first; the findings; which trainings converged; what failed."""
-    reference = f"the reference (the same method at full precision if evaluated, else {methods.shown(FULL)})"
-    unhealthy = {methods.shown(cell): note for cell, note in methods.unhealthy.items()}
+    reference = f"the reference (the same method at full precision if evaluated, else {methods.cell_label(FULL)})"
+    unhealthy = {methods.cell_label(cell): note for cell, note in methods.unhealthy.items()}
     lines = [
         *_methods_table(methods),
         *(f"- {finding}" for finding in findings(methods)),
         "",
         *health.section(unhealthy),
         *damage.markdown(methods.damages),
-        *answers.markdown(methods.answers, methods.shown, reference, methods.references),
+        *answers.markdown(methods.answers, methods.cell_label, reference, methods.references),
     ]
     if converged:
         lines += _convergence_table(methods, converged)
@@ -271,7 +271,7 @@ def markdown(methods: Methods, converged: Sequence[Convergence] = (), failed: Se
 
 
 def _methods_table(methods: Methods) -> list[str]:
-    error = f"error: method − {methods.shown(FULL)}"
+    error = f"error: method − {methods.cell_label(FULL)}"
     head = ("method", "scheme", "accuracy", "gain over base", error, "method − grpo in the same scheme")
     body = []
     for row in methods.rows:
@@ -318,8 +318,8 @@ def findings(methods: Methods) -> list[str]:
             size = f"{interval(row.over_grpo)}, Holm-corrected p = {p_value:.2g}"
             sentences.append(f"{row.variant} {relation} {ptq}: {size}.")
         if row.over_control is not None and row.control:
-            control = f"its control, {methods.shown(row.control)}: the same further steps without quantization"
-            sentences.append(f"{methods.shown(row.cell)} − {control}: {interval(row.over_control)}.")
+            control = f"its control, {methods.cell_label(row.control)}: the same further steps without quantization"
+            sentences.append(f"{methods.cell_label(row.cell)} − {control}: {interval(row.over_control)}.")
     return sentences
 
 
@@ -328,12 +328,14 @@ def _best_sentence(methods: Methods, best: Method) -> str:
     not_significant = []
     for cell, p_value in methods.p_behind_best.items():
         if p_value < 1 - LEVEL:
-            significant.append(methods.shown(cell))
+            significant.append(methods.cell_label(cell))
         else:
-            not_significant.append(methods.shown(cell))
+            not_significant.append(methods.cell_label(cell))
 
     count = len(methods.p_behind_best) + 1
-    parts = [f"Of {count} quantized methods {methods.shown(best.cell)} scores highest, {best.accuracy.estimate:.3f}"]
+    parts = [
+        f"Of {count} quantized methods {methods.cell_label(best.cell)} scores highest, {best.accuracy.estimate:.3f}"
+    ]
     if significant:
         parts.append(f"significantly better than {', '.join(significant)}")
     if not_significant:

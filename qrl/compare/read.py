@@ -34,13 +34,13 @@ def read_questions(
         BadInput: as `tables.records`; no row has the reference as its scheme.
     """
     if not whole and not where and isinstance(source, str | Path):
-        frame = narrow(list(tables.files(str(source))), columns, reference)
+        frame = read_columns(list(tables.files_of(str(source))), columns, reference)
         if frame is not None:
             return frame
-    return _named(tables.frame(source, columns, where), reference)
+    return _named(tables.read_frame(source, columns, where), reference)
 
 
-def narrow(
+def read_columns(
     files: Sequence[tuple[Mapping[str, str], str | Path]],
     columns: Mapping[str, str] | None = None,
     reference: str | None = None,
@@ -52,7 +52,7 @@ def narrow(
         columns, reference: as for `read_questions`.
     """
     measures = [column for column, _ in MEASURES.values()]
-    frame = tables.narrow(files, COLUMNS, (*OPTIONAL, *measures, names.UNHEALTHY, "subject", "level"), columns)
+    frame = tables.read_columns(files, COLUMNS, (*OPTIONAL, *measures, names.UNHEALTHY, "subject", "level"), columns)
     return None if frame is None else _named(frame, reference)
 
 
@@ -91,7 +91,7 @@ def read_counts(path: str | Path) -> dict[str, Any]:
         example = '{"n": 100, "base": {"full": 68}, "grpo": {"full": 72}}'
         raise BadInput(f"There is no file {path}: give a JSON file such as {example}.")
     try:
-        counts = reading.parsed(reading.content(path, reading.MIB), unique=True)
+        counts = reading.parse_json(reading.read_bytes(path, reading.MIB), unique=True)
     except ValueError as error:  # not JSON, not UTF-8, a huge number, or a key twice
         raise BadInput(f"{path} is not valid JSON: {str(error)[:200]}.") from None
     if not isinstance(counts, dict):

@@ -54,7 +54,7 @@ def table_json(comparison: Comparison) -> dict[str, Any]:
     entries = {}
     for scheme in comparison.schemes:
         first, *further = (row for row in comparison.rows if row.scheme == scheme)
-        entry = {"label": comparison.shown(scheme)} | _row(first)
+        entry = {"label": comparison.scheme_label(scheme)} | _row(first)
         entry["seeds"] = len(comparison.runs) or None
         entry["paired"] = comparison.paired
         entry["engine"] = comparison.engine or None

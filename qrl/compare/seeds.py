@@ -88,7 +88,7 @@ def _each_run(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
             survival = interval(survival_runs.values[index]) if survival_runs else "not defined"
             share = row.kept_by_seed.get(seed)
             kept = percent_interval(share) if share else "not defined"
-            body.append((comparison.shown(row.scheme), seed, str(delta.n), interval(delta), survival, kept))
+            body.append((comparison.scheme_label(row.scheme), seed, str(delta.n), interval(delta), survival, kept))
     return table(("scheme", "seed", "n", "gain", "gain survival", "gain kept"), body)
 
 
@@ -98,7 +98,7 @@ def far_apart(comparison: Comparison) -> list[str]:
     for row in comparison.rows:
         for name, value in row.differences.items():
             if value.runs:
-                context = f"{row.variant} · {comparison.shown(row.scheme)}, {_LABELS[name]}"
+                context = f"{row.variant} · {comparison.scheme_label(row.scheme)}, {_LABELS[name]}"
                 sentences += [f"{sentence} ({context})." for sentence in _far(value.runs)]
     return sentences
 
@@ -135,7 +135,7 @@ def _spread(comparison: Comparison, rows: Sequence[Row]) -> list[str]:
                 continue
             between = "0 (truncated)" if value.runs.between_variance < 0 else f"{value.runs.between_sd:.3f}"
             within = f"{value.runs.within_sd:.3f}"
-            body.append((comparison.shown(row.scheme), _LABELS[name], interval(value), between, within))
+            body.append((comparison.scheme_label(row.scheme), _LABELS[name], interval(value), between, within))
     mean = f"mean of {len(comparison.runs)} seeds"
     return table(("scheme", "difference", mean, "between-seed sd", "within-seed sd"), body)
 

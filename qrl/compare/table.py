@@ -36,7 +36,7 @@ def markdown(comparison: Comparison) -> str:
         *_scales(comparison),
         *_answers(comparison),
         *_notes(comparison),
-        *subgroups.markdown(comparison.subgroups, comparison.variants, comparison.schemes, comparison.shown),
+        *subgroups.markdown(comparison.subgroups, comparison.variants, comparison.schemes, comparison.scheme_label),
     ]
     return "\n".join(lines)
 
@@ -70,7 +70,7 @@ def _gains(comparison: Comparison, trained: str) -> list[str]:
 
     body = []
     for row in rows:
-        line = [comparison.shown(row.scheme)]
+        line = [comparison.scheme_label(row.scheme)]
         if comparison.engine:
             line.append(comparison.engine)
         line += [_accuracy(comparison, (names.BASE, row.scheme)), _accuracy(comparison, (trained, row.scheme))]
@@ -110,7 +110,7 @@ def _pass_at(comparison: Comparison) -> list[str]:
         variant, scheme = cell
         accuracy = comparison.cells[cell]  # which is pass@1
         estimates = {1: accuracy} | by_k
-        line = [names.cell_name(variant, comparison.shown(scheme)), str(accuracy.n)]
+        line = [names.cell_name(variant, comparison.scheme_label(scheme)), str(accuracy.n)]
         line.append(str(comparison.evidence.samples[cell]))
         line += [_with_error(estimates[k]) if k in estimates else "too few" for k in sorted(columns)]
         body.append(line)
@@ -130,7 +130,7 @@ def _losses(comparison: Comparison) -> list[str]:
         for row in comparison.rows:
             if row.scheme == scheme:
                 losses |= row.losses
-        body.append((comparison.shown(scheme), *(interval(losses[variant]) for variant in comparison.variants)))
+        body.append((comparison.scheme_label(scheme), *(interval(losses[variant]) for variant in comparison.variants)))
     head = (f"scheme − {comparison.full}", *comparison.variants)
     return [f"## What quantization costs (n = {comparison.n})", "", *table(head, body), ""]
 
@@ -144,7 +144,7 @@ def _scales(comparison: Comparison) -> list[str]:
         for row in comparison.rows:
             if row.variant != variant or row.scales is None:
                 continue
-            scheme = comparison.shown(row.scheme)
+            scheme = comparison.scheme_label(row.scheme)
             kept = [kept_text(row.scales.kept[name]) for name in (names.BASE, variant)]
             body.append((scheme, *kept, *ratio_texts(row.scales)))
             sentences.append(f"- {scheme}: {scales_sentence(row.scales, variant)}")
@@ -164,7 +164,7 @@ def _scales(comparison: Comparison) -> list[str]:
 def _answers(comparison: Comparison) -> list[str]:
     def cell_label(cell: Cell) -> str:
         variant, scheme = cell
-        return names.cell_name(variant, comparison.shown(scheme))
+        return names.cell_name(variant, comparison.scheme_label(scheme))
 
     return answers.markdown(comparison.answers, cell_label, f"{comparison.full} of the same variant")
 

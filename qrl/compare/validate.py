@@ -118,7 +118,7 @@ def cells_of(frame: pd.DataFrame) -> tuple[np.ndarray, list[tuple[str, str]]]:
     return cell_of_row, cells
 
 
-def checked(frame: pd.DataFrame) -> pd.DataFrame:
+def read_outcomes(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the columns that outcomes are read from, numbered anew.
 
     variant, scheme, question and seed are categoricals of texts, sorted; `seed` is empty if there is none.

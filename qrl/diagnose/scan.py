@@ -121,7 +121,9 @@ class Scan:
         groups = rtn.grouped(values, self.group_size)
         largest = torch.maximum(groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True).neg_())
         self.peaks.append((first, largest.amax(1).flatten().cpu()))
-        squared_error, self.max_error = rtn.scan(groups, largest, self.bits, least=self.max_error, scratch=free_buffers)
+        squared_error, self.max_error = rtn.scan(
+            groups, largest, self.bits, known_error=self.max_error, scratch=free_buffers
+        )
         self.squared_error += squared_error
 
     def merge(self, scan: Scan) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qrl.errors import BadInput
 
-ASKED = "QRL_GPUS"  # environment variable of a cluster's job: the GPUs that its node must show
+GPUS_VARIABLE = "QRL_GPUS"  # environment variable of a cluster's job: the GPUs that its node must show
 
 
 def choose(setting: str) -> str:
@@ -28,7 +28,7 @@ def choose(setting: str) -> str:
 
 def _check_cluster_gpus() -> None:
     """Raise BadInput if a cluster's node shows fewer GPUs than the job asked for."""
-    required = int(os.environ.get(ASKED) or 0)
+    required = int(os.environ.get(GPUS_VARIABLE) or 0)
     if not required:
         return
     visible = gpus("cuda")

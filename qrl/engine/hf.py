@@ -197,7 +197,7 @@ def end_tokens(generation: GenerationConfig, path: Path) -> list[int]:
     return _listed(generation.eos_token_id)
 
 
-def simulated(path: Path, device: str) -> str:
+def describe_departure(path: Path, device: str) -> str:
     """Describe how this engine's arithmetic on a device departs from the checkpoint's format; empty if it does not."""
     quantization = checkpoint.config(path).get("quantization_config") or {}
     if quantization.get("quant_method") == "bitsandbytes" and quantization.get("load_in_8bit") and device == "cpu":

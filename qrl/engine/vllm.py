@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from qrl import checkpoint, process
 from qrl.engine import hf, pretrained
 from qrl.engine.hf import Completion
-from qrl.engine.vllm_support import batch_invariant, check_runs, departs, emulation_options, shares
+from qrl.engine.vllm_support import batch_invariant, check_runs, describe_departure, emulation_options, memory_options
 from qrl.errors import BadInput, QrlError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Vllm(AbstractContextManager):
 
         self.name = f"{NAME} {vllm.__version__}"
         self._sampling = vllm.SamplingParams
-        memory_options = shares(memory, cache_gib) if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}
+        memory_settings = memory_options(memory, cache_gib) if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}
         compile_options = GRAPHS_ALONE if on_gpu and not compiled else {}
         try:
             with process.deaf_children(), process.swallowing():
@@ -122,7 +122,7 @@ class Vllm(AbstractContextManager):
                     seed=seed,
                     trust_remote_code=False,
                     worker_extension_cls="qrl.engine.vllm_worker.Extension",
-                    **memory_options,
+                    **memory_settings,
                     **compile_options,
                     **emulation_options(path, device),
                 )
@@ -152,7 +152,7 @@ class Vllm(AbstractContextManager):
         self.tokens = hf.tokenizer(path)
         self._ends = set(hf.end_tokens(GenerationConfig.from_pretrained(path), path))
         self._network = network(path)
-        self._departure = departs(path, self.kernels)
+        self._departure = describe_departure(path, self.kernels)
 
     def reload(self, path: Path) -> bool:
         """Replace the weights by those of another checkpoint, which takes a second where a start takes a minute.

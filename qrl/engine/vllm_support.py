@@ -32,7 +32,7 @@ def batch_invariant(kernels: Iterable[str]) -> bool:
     return not any(_BATCH_VARIANT in kernel for kernel in kernels)
 
 
-def shares(memory: float, cache_gib: float | None) -> dict[str, Any]:
+def memory_options(memory: float, cache_gib: float | None) -> dict[str, Any]:
     """Return vLLM's options for a GPU's memory.
 
     Args:
@@ -61,7 +61,7 @@ def emulation_options(path: Path, device: str) -> dict[str, str]:
     return {}
 
 
-def departs(path: Path, kernels: Iterable[str]) -> str:
+def describe_departure(path: Path, kernels: Iterable[str]) -> str:
     """Describe how kernels depart from a checkpoint's format; empty if they do not."""
     rounded_to = _rounded(path)
     if not rounded_to:

@@ -37,7 +37,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Asked:
+class Answers:
     """A cell's answers, a row per question or per sample of one, and how fast they were generated."""
 
     # variant, scheme, dtype, question, correct, correct_flexible, parsed, answer, completion, leaked, n_tokens,
@@ -88,7 +88,7 @@ class Engines(AbstractContextManager):
             engine.close()
 
 
-def ask(
+def answer_questions(
     cell: Cell,
     questions: Sequence[tasks.Question],
     recipe: Recipe,
@@ -97,7 +97,7 @@ def ask(
     render: Callable = prompt.render,
     progress: Callable[[int], object] = lambda n: None,
     engines: Engines | None = None,
-) -> Asked:
+) -> Answers:
     """Generate a cell's answer to every question, greedily or several times, and grade it.
 
     Args:
@@ -115,7 +115,7 @@ def ask(
     settings = recipe.evaluate
     samples = settings.samples
     tokens = hf.tokenizer(cell.path)
-    question_prompts = _rendered(cell.path, tokens, questions, prompt.of(recipe), render)
+    question_prompts = _rendered(cell.path, tokens, questions, prompt.of_recipe(recipe), render)
     check_lengths(cell.path, questions, question_prompts)
 
     # A row per sample: each question and its prompt are repeated, the samples of a question together.
@@ -148,7 +148,7 @@ def ask(
             scores = engine.log_likelihoods(reference_prompts, list(references.values()))
 
     labels = {"variant": cell.variant, "scheme": cell.scheme, "dtype": engine.dtype}
-    frame = graded(labels, repeated_questions, completions, recipe.task, tokens)
+    frame = graded_frame(labels, repeated_questions, completions, recipe.task, tokens)
     if references:
         score_of = dict(zip(references, scores, strict=True))
         frame[names.REFERENCE_LOGPROB] = [score_of.get(row // samples) for row in range(len(frame))]
@@ -156,7 +156,7 @@ def ask(
         frame["sample"] = [row % samples for row in range(len(frame))]
     receipt = engine.receipt | {"completions": _digest(completions)}
     generated = sum(completion.n_tokens for completion in completions)
-    return Asked(frame, generated / seconds, engine.dtype, receipt)
+    return Answers(frame, generated / seconds, engine.dtype, receipt)
 
 
 def _repeated(items: Sequence[Any], times: int) -> list[Any]:
@@ -195,7 +195,7 @@ def _rendered(path: Path, tokens: Any, questions: Sequence, template: Any, rende
     return _last_prompts[key]
 
 
-def graded(labels: dict, questions: Sequence, completions: Sequence, task: str, tokens: Any) -> pd.DataFrame:
+def graded_frame(labels: dict, questions: Sequence, completions: Sequence, task: str, tokens: Any) -> pd.DataFrame:
     """Return a row per answer: its labels, and the verdict on it.
 
     Args:
@@ -297,7 +297,7 @@ def _transformers_engine(path: Path, recipe: Recipe, device: str) -> _LoadedEngi
     settings = recipe.evaluate
     model, tokens = hf.load(path, device, devices.compute_dtype(settings.dtype, device))
     receipt = {"engine": f"{hf.NAME} {transformers.__version__}", "attention": model.config._attn_implementation}
-    simulated = hf.simulated(path, device)
+    simulated = hf.describe_departure(path, device)
     if simulated:
         receipt["simulated"] = simulated
     receipt["batch_size"] = settings.batch_size
@@ -325,7 +325,7 @@ def _is_unpacked(path: Path, recipe: Recipe) -> bool:
     return bool(recipe.evaluate.unpacked and quantization and kind.of_weights_alone(quantization))
 
 
-def engine_of(path: Path, scheme: str, recipe: Recipe) -> tuple[bool, bool]:
+def engine_sort_key(path: Path, scheme: str, recipe: Recipe) -> tuple[bool, bool]:
     """Return a sort key that groups the cells which one engine can answer: (FP8 cache?, packed weights?)."""
     packed = "quantization_config" in checkpoint.config(path) and not _is_unpacked(path, recipe)
     return scheme.endswith(names.KV_FP8), packed
@@ -334,7 +334,7 @@ def engine_of(path: Path, scheme: str, recipe: Recipe) -> tuple[bool, bool]:
 def _row(
     task: str, markers: list[str], question: tasks.Question, completion: hf.Completion, verdict: tasks.Verdict
 ) -> dict:
-    reached = False if verdict.strict else tasks.stated_before(task, completion.text, question)
+    reached = False if verdict.strict else tasks.has_stated_answer(task, completion.text, question)
     row = {
         "question": question.id,
         "correct": int(verdict.strict),

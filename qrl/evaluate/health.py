@@ -88,7 +88,7 @@ def rates(frame: pd.DataFrame) -> dict[str, float]:
     return shares
 
 
-def broken(metrics: Mapping[str, float], settings: Evaluate, n: int) -> list[str]:
+def broken_metrics(metrics: Mapping[str, float], settings: Evaluate, n: int) -> list[str]:
     """Return the metrics whose limits are broken: the 95 % interval of the rate excludes the limit.
 
     Args:
@@ -107,7 +107,7 @@ def broken(metrics: Mapping[str, float], settings: Evaluate, n: int) -> list[str
 def problems(metrics: Mapping[str, float], settings: Evaluate, n: int) -> list[str]:
     """Return a sentence for each broken limit, with rate, limit and likely cause; arguments as for `broken`."""
     sentences = []
-    for metric in broken(metrics, settings, n):
+    for metric in broken_metrics(metrics, settings, n):
         limit = LIMITS[metric]
         side = "below" if limit.of_good else "above"
         setting = f"evaluate.{limit.setting} = {getattr(settings, limit.setting):g}"
@@ -133,7 +133,7 @@ def note(metrics: Mapping[str, float], full: Mapping[str, float], broken_metrics
     return "; ".join(dict.fromkeys(phrases))  # end tokens and cut answers are the same answers
 
 
-def marked(frame: pd.DataFrame, note: str) -> pd.DataFrame:
+def with_note(frame: pd.DataFrame, note: str) -> pd.DataFrame:
     """Return a quantized cell's rows as an outcome: with the note, and unfinished answers as wrong.
 
     The grader's own verdict is kept in a column, so that other limits can judge the answers again.
@@ -142,14 +142,14 @@ def marked(frame: pd.DataFrame, note: str) -> pd.DataFrame:
     return frame.assign(**{names.GRADED: frame["correct"], "correct": correct, names.UNHEALTHY: note})
 
 
-def unmarked(frame: pd.DataFrame) -> pd.DataFrame:
+def without_note(frame: pd.DataFrame) -> pd.DataFrame:
     """Return rows as they were graded, before `marked`."""
     if names.GRADED not in frame:
         return frame
     return frame.assign(correct=frame[names.GRADED]).drop(columns=[names.GRADED, names.UNHEALTHY])
 
 
-def breaking(frame: pd.DataFrame, broken_metrics: list[str]) -> list[str]:
+def lines_of_broken(frame: pd.DataFrame, broken_metrics: list[str]) -> list[str]:
     """Return answers that broke limits as lines for the terminal: two for each limit, fewer where one broke several.
 
     Args:
@@ -165,7 +165,7 @@ def breaking(frame: pd.DataFrame, broken_metrics: list[str]) -> list[str]:
     return [_line(row) for row in frame.iloc[selected].to_dict("records")]
 
 
-def answers(frame: pd.DataFrame, n: int = SHOWN) -> list[str]:
+def lines_of_answers(frame: pd.DataFrame, n: int = SHOWN) -> list[str]:
     """Return n answers as lines for the terminal, of different kinds if there are: unreadable, wrong, right.
 
     Args:

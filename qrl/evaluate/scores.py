@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from qrl import names, stats
 from qrl.errors import BadInput
 from qrl.evaluate import health
-from qrl.evaluate.cells import Asked
+from qrl.evaluate.cells import Answers
 from qrl.recipe import Evaluate
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-def metrics(answers: Asked) -> dict[str, float]:
+def metrics(answers: Answers) -> dict[str, float]:
     """Return accuracy with stderr and n, pass@k, health rates, speed and grader failures of one cell, by metric name.
 
     n counts questions. With several samples, accuracy is pass@1: the mean over questions of the mean over a question's
@@ -56,7 +56,7 @@ def _accuracy(right_counts: pd.Series, samples: int) -> stats.Estimate:
     return stats.rate(right_counts / samples)
 
 
-def again(frame: pd.DataFrame, limits: Mapping[str, object]) -> tuple[stats.Estimate, list[str]]:
+def recomputed(frame: pd.DataFrame, limits: Mapping[str, object]) -> tuple[stats.Estimate, list[str]]:
     """Return a cell's accuracy and broken limits, computed again from its rows.
 
     Args:

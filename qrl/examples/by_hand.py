@@ -68,7 +68,7 @@ evaluation = Recipe(
 )
 answers = []
 for (variant, scheme), folder in checkpoints.items():
-    answered = cells.ask(cells.Cell(variant, scheme, folder), heldout_questions, evaluation, "cpu")
+    answered = cells.answer_questions(cells.Cell(variant, scheme, folder), heldout_questions, evaluation, "cpu")
     answers.append(answered.frame)
     print(f"evaluated {variant} under {scheme}: accuracy {answered.frame.correct.mean():.3f}")
 

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from qrl.names import BASE
-from qrl.workspace import written_whole
+from qrl.workspace import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,5 +93,5 @@ def finish(figure: Figure, title: str, note: str, path: str | Path) -> None:
     title = wrapped(title, figure.get_figwidth())  # matplotlib would let it run out of the figure
     figure.suptitle(title, x=0.01, ha="left", size=13, weight="bold", color=INK)
     figure.supxlabel(note, x=0.01, ha="left", size=8.5, color=FAINT)
-    with written_whole(Path(path)) as partial:
+    with write_atomically(Path(path)) as partial:
         figure.savefig(partial, format="png", dpi=150)

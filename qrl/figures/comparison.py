@@ -68,7 +68,7 @@ def matrix(comparison: Comparison, path: str | Path) -> None:
             point_y = cell.estimate if is_pair else cell.high
             axes.annotate(f"{cell.estimate:.3f}", (point_x, point_y), **position, **style)
 
-    axes.set_xticks(range(len(schemes)), [_tick(comparison.shown(scheme)) for scheme in schemes], size=12)
+    axes.set_xticks(range(len(schemes)), [_tick(comparison.scheme_label(scheme)) for scheme in schemes], size=12)
     axes.set_xlim(-0.6, len(schemes) - 0.4)
     axes.margins(y=0.12)
     axes.set_ylabel("accuracy")
@@ -119,7 +119,7 @@ def survival(comparison: Comparison, path: str | Path) -> None:
     has_several_variants = len(comparison.variants) > 2
     labels = []
     for row, _, _ in rows:
-        label = shortened(comparison.shown(row.scheme))
+        label = shortened(comparison.scheme_label(row.scheme))
         labels.append(f"{shortened(row.variant)} · {label}" if has_several_variants else label)
     axes.axvline(0, color=INK, lw=1)
     axes.set_xlim(left, right)
@@ -245,7 +245,7 @@ def _forest(
         _annotate_right(axes, y, f"{text}   {interval(value)}", size=9)
     axes.axvline(0, color=INK, lw=1)
     axes.set_ylim(len(rows) - 0.5, -0.6)
-    labels = [shortened(measured.shown(cell), 2 * LABEL_CHARACTERS) for cell, *_ in rows]  # a variant and a scheme
+    labels = [shortened(measured.cell_label(cell), 2 * LABEL_CHARACTERS) for cell, *_ in rows]  # a variant and a scheme
     axes.set_yticks(range(len(rows)), labels, size=10)
     axes.grid(axis="y", visible=False)
     axes.set_xlabel(axis_label)

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from qrl.figures.canvas import INK
-from qrl.workspace import written_whole
+from qrl.workspace import write_atomically
 
 
 class Section(NamedTuple):
@@ -36,7 +36,7 @@ def write(title: str, head: str, sections: Sequence[Section], path: str | Path, 
     figures = {f"figure{number}": plot for number, plot in enumerate(plots)}
     data = json.dumps(figures, allow_nan=False).replace("<", "\\u003c")  # `<!--<script` would swallow what follows
     text = html("page", title=title, head=head, sections=sections, foot=foot, figures=data, library=_plotly())
-    with written_whole(Path(path)) as partial:
+    with write_atomically(Path(path)) as partial:
         partial.write_text(text, encoding="utf-8")
 
 

@@ -18,7 +18,7 @@ MOST_FILES = 20_000  # of a folder that is searched
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
-def check(path: Path, limit_bytes: int) -> None:
+def check_regular_file(path: Path, limit_bytes: int) -> None:
     """Check that a path is a regular file, no folder or device, of at most `limit_bytes`.
 
     Raises:
@@ -33,21 +33,21 @@ def check(path: Path, limit_bytes: int) -> None:
         raise BadInput(f"{path} is larger than expected ({status.st_size:,} bytes): at most {limit} are read.")
 
 
-def content(path: Path, limit_bytes: int) -> bytes:
+def read_bytes(path: Path, limit_bytes: int) -> bytes:
     """Return a file's bytes.
 
     Raises:
         BadInput: as `check`, or it cannot be read.
     """
     try:
-        check(path, limit_bytes)
+        check_regular_file(path, limit_bytes)
         with path.open("rb") as file:
             return file.read(limit_bytes)
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}): give a file that is readable.") from None
 
 
-def parsed(text: str | bytes, *, unique: bool = False) -> Any:
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
     """Return what a JSON text holds.
 
     Args:
@@ -63,14 +63,14 @@ def parsed(text: str | bytes, *, unique: bool = False) -> Any:
         raise ValueError("it is nested hundreds deep") from None
 
 
-def check_text(label: str, text: str) -> None:
+def check_control_characters(label: str, text: str) -> None:
     """Raise BadInput if a text has control characters, with which a name could change what a terminal shows."""
     control = _CONTROL.search(text)
     if control:
         raise BadInput(f"{label} has the control character {control[0]!a}: write it without.")
 
 
-def memory_bytes() -> int:
+def memory_limit_bytes() -> int:
     """Return half of the memory that is free now, within which what is read of large files must stay."""
     import psutil
 

@@ -110,7 +110,7 @@ def _batches_with(
                 break
 
 
-def narrow(
+def read_columns(
     files: Sequence[tuple[Mapping[str, str], str | Path]],
     needed: Sequence[str],
     optional: Sequence[str],
@@ -138,11 +138,11 @@ def narrow(
     required = {*needed, *renamed}
 
     tables: list[pa.Table] = []
-    memory_limit = reading.memory_bytes()
+    memory_limit = reading.memory_limit_bytes()
     memory_left = memory_limit
     try:
         for labels, path in files:
-            reading.check(Path(path), sys.maxsize)
+            reading.check_regular_file(Path(path), sys.maxsize)
             file = _parquet(path)
             of_file = _present(file, file_names, labels)
             if of_file is None or required - {*of_file, *labels}:
@@ -285,7 +285,7 @@ def _unpacked_bytes(column: pa.Array) -> int:
     return column.nbytes
 
 
-def records(
+def read_rows(
     source: pd.DataFrame | str | Path, columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
 ) -> list[Row]:
     """Return a table's rows, each with where it stands.
@@ -334,15 +334,15 @@ def _matching(name: str, rows: Sequence[Row], column: str, value: str) -> list[R
     return [(location, row) for location, row in rows if str(row.get(column)) == value]
 
 
-def frame(
+def read_frame(
     source: pd.DataFrame | str | Path, columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
 ) -> pd.DataFrame:
     """Return the same table as a frame; empty texts are missing values. Arguments and errors as for `records`."""
-    table = framed([row for _, row in records(source, columns, where)])
+    table = as_frame([row for _, row in read_rows(source, columns, where)])
     return table.mask(table.map(lambda value: isinstance(value, str) and not value), None)
 
 
-def framed(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def as_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
     """Return rows as a frame; a lone surrogate, which JSON can hold and UTF-8 cannot, becomes a question mark."""
     import pandas as pd
 
@@ -358,7 +358,7 @@ def framed(rows: list[dict[str, Any]]) -> pd.DataFrame:
 def _parts(source: pd.DataFrame | str | Path) -> Iterator[tuple[dict[str, str], str, list[Row]]]:
     """Yield each file's labels, name and rows; a frame and a single file have no labels."""
     if isinstance(source, str | Path):
-        for labels, path in files(str(source)):
+        for labels, path in files_of(str(source)):
             yield labels, path, list(_rows(Path(path)))
         return
     table = getattr(source, "frame", source)  # graded answers have their table there
@@ -401,16 +401,16 @@ def _with_texts(rows: pa.Table, name: str, new_text: Callable[[str], str], kind:
     return rows.set_column(rows.column_names.index(name), name, column)
 
 
-def files(source: str) -> Iterator[tuple[dict[str, str], str]]:
+def files_of(source: str) -> Iterator[tuple[dict[str, str], str]]:
     """Yield the labels of each file's rows, and its path; a single file has no labels."""
     if not CELL.match(source):
         yield {}, source
         return
-    for variant, scheme, path in cells(source):
+    for variant, scheme, path in parse_cells(source):
         yield {"variant": variant, "scheme": scheme}, path
 
 
-def cells(source: str) -> Iterator[tuple[str, str, str]]:
+def parse_cells(source: str) -> Iterator[tuple[str, str, str]]:
     """Yield variant, scheme and file of each item of `VARIANT:SCHEME=FILE,…`; raise BadInput for any other item."""
     for item in filter(None, map(str.strip, source.split(","))):
         cell = CELL.fullmatch(item)
@@ -426,7 +426,7 @@ def _rows(path: Path) -> Iterator[Row]:
         raise BadInput(f"{path} ends in '{path.suffix}', but tables are read from {', '.join(FORMATS)}: convert it.")
     if not path.is_file():
         raise BadInput(f"There is no file {path}: give a table with a row per question or completion.")
-    content = reading.content(path, reading.TABLE_BYTES)
+    content = reading.read_bytes(path, reading.TABLE_BYTES)
     if path.suffix == ".parquet":
         yield from _numbered(f"{path}, row", _of_parquet(path, content))
         return
@@ -448,7 +448,7 @@ def _of_parquet(path: Path, content: bytes) -> list[dict[str, Any]]:
     try:
         file = _parquet(BufferReader(content))
         columns = file.schema_arrow.names
-        _check_values(path, file, columns, _BYTES_IN_PYTHON, reading.memory_bytes())
+        _check_values(path, file, columns, _BYTES_IN_PYTHON, reading.memory_limit_bytes())
         for batch in file.iter_batches(_BATCH):
             size_bytes += sum(map(_unpacked_bytes, batch.columns))
             if size_bytes > reading.TABLE_BYTES:
@@ -483,11 +483,11 @@ def _of_jsonl(path: Path, text: str) -> Iterator[Row]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             location = f"{path}, line {number}"
-            yield location, _object(location, parsed(location, line))
+            yield location, _object(location, parse_json(location, line))
 
 
 def _of_json(path: Path, text: str) -> Iterator[Row]:
-    rows = parsed(str(path), text)
+    rows = parse_json(str(path), text)
     if not isinstance(rows, list):
         raise BadInput(f"{path} holds a JSON {type(rows).__name__}: expected an array of objects, one per row.")
     for location, row in _numbered(f"{path}, row", rows):
@@ -503,10 +503,10 @@ def _numbered(label: str, rows: Sequence[Any]) -> list[tuple[str, Any]]:
     return [(f"{label} {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def parsed(location: str, text: str | bytes) -> Any:
+def parse_json(location: str, text: str | bytes) -> Any:
     """Return what a JSON text holds; raise BadInput, with its location, if it is no JSON."""
     try:
-        return reading.parsed(text)
+        return reading.parse_json(text)
     except ValueError:
         raise BadInput(f"{location} is not JSON: expected objects with a value per column.") from None
 

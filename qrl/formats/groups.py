@@ -14,7 +14,7 @@ from typing import Any, Literal
 from qrl import checkpoint
 
 # A recipe's group size: a number, or "auto" for the largest that fits the model.
-Wanted = int | Literal["auto"]
+GroupSize = int | Literal["auto"]
 AUTO = "auto"
 SIZES = (128, 64, 32)  # of quantize.group_size, the best known first
 USUAL = SIZES[0]
@@ -35,7 +35,7 @@ def fitting(inputs: Iterable[int]) -> int | None:
     return next((size for size in SIZES if common_divisor % size == 0), None)
 
 
-def of(folder: Path | str, setting: Wanted) -> int:
+def of(folder: Path | str, setting: GroupSize) -> int:
     """Return the group size for a checkpoint: the recipe's, or under `auto` the largest that fits.
 
     Where none fits it is the usual one, which the check of the scheme then refuses with the layer's name.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint
 from qrl.errors import BadInput
 from qrl.formats import kind, stored
-from qrl.workspace import need
+from qrl.workspace import check_space
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ def write(path: Path, out: Path, dtype: str = "float32") -> Path:
     from safetensors.torch import save_file
 
     state = stored.plain_state(path, getattr(torch, dtype))
-    need(out, sum(tensor.nbytes for tensor in state.values()), "An unpacked copy of the model")
+    check_space(out, sum(tensor.nbytes for tensor in state.values()), "An unpacked copy of the model")
     out.mkdir()
     save_file(state, out / checkpoint.WEIGHTS, {"format": "pt"})
     removed_keys = ("quantization_config", "torch_dtype")

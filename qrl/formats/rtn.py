@@ -52,7 +52,7 @@ def grouped(weight: Tensor, group_size: int) -> Tensor:
 
 
 def scan(
-    groups: Tensor, largest: Tensor, bits: int = 4, least: float = 0.0, scratch: Sequence[Tensor] | None = None
+    groups: Tensor, largest: Tensor, bits: int = 4, known_error: float = 0.0, scratch: Sequence[Tensor] | None = None
 ) -> tuple[float, float]:
     """Return the squared error and the largest error of rounding groups, without making codes.
 
@@ -73,7 +73,7 @@ def scan(
     torch.mul(groups, torch.where(largest == 0, 0.0, top / largest), out=scaled)
     distances = torch.linalg.vector_norm(scaled.sub_(torch.round(scaled, out=rounded)), dim=-1)  # in steps of its group
     steps = largest.squeeze(-1).double() / top
-    return (distances * steps).square_().sum().item(), _max_error(groups, steps, top, least)
+    return (distances * steps).square_().sum().item(), _max_error(groups, steps, top, known_error)
 
 
 def _max_error(groups: Tensor, steps: Tensor, top: int, known_error: float) -> float:

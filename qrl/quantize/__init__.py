@@ -71,7 +71,7 @@ def run(
     import torch
 
     # Everything that can be wrong with the input, before anything is written.
-    settings = (settings or choices.of(scheme, Quantize(), 0)).sized(source)
+    settings = (settings or choices.settings_of(scheme, Quantize(), 0)).sized(source)
     quantization = checkpoint.check(source).quantization
     if quantization:
         raise BadInput(f"{source} is already quantized ({quantization}): quantize the full-precision checkpoint.")

@@ -53,7 +53,7 @@ class Settings:
 
     scheme: str
     bits: int | None
-    group_size: groups.Wanted | None  # input channels that share a scale; `auto` until `sized` has seen the model
+    group_size: groups.GroupSize | None  # input channels that share a scale; `auto` until `sized` has seen the model
     symmetric: bool | None  # no zero points
     calibration: str | None  # "task", "rollouts" or a file
     samples: int | None  # calibration texts
@@ -107,7 +107,7 @@ class Settings:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def of(scheme: str, recipe: Quantize, seed: int) -> Settings:
+def settings_of(scheme: str, recipe: Quantize, seed: int) -> Settings:
     """Return the settings of a scheme in a recipe's section.
 
     Args:

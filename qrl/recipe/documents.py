@@ -59,7 +59,7 @@ def parse(source: Path | str, what: str) -> dict:
         BadInput: it cannot be read, is not YAML in UTF-8, or holds something else.
     """
     try:
-        text = source if isinstance(source, str) else reading.content(source, LARGEST).decode()
+        text = source if isinstance(source, str) else reading.read_bytes(source, LARGEST).decode()
         document = _of_json(text) if isinstance(source, str) else yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise BadInput(f"{what} is not valid YAML: {' '.join(str(error).split())}.") from None
@@ -74,6 +74,6 @@ def parse(source: Path | str, what: str) -> dict:
 def _of_json(text: str) -> Any:
     """Return what a text holds as JSON, in which recipes write mappings down; else as YAML, which people type."""
     try:
-        return reading.parsed(text, unique=True)
+        return reading.parse_json(text, unique=True)
     except ValueError:  # YAML reads some values of JSON otherwise: 1e-05 is a text there
         return yaml.load(text, Loader)

@@ -103,7 +103,7 @@ def _validated(values: Mapping[str, Any]) -> Recipe:
         if key == MACHINE:
             continue
         for text in value if isinstance(value, tuple) else (value,):
-            reading.check_text(f"'{key}'", str(text))
+            reading.check_control_characters(f"'{key}'", str(text))
             if re.search("[\ud800-\udfff]", str(text)):  # of a file name's bytes, which no store could record
                 raise BadInput(f"'{key}' is {ascii(text)[:200]}, which is not in UTF-8: rename it.")
         section, dot, name = str(key).partition(".")

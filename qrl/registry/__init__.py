@@ -2,7 +2,7 @@
 
 from qrl.registry.pages import publish
 from qrl.registry.registering import register, registered_name
-from qrl.registry.stages import check_declared, known, promote, refuse, resolve, rollback
+from qrl.registry.stages import check_stages, promote, refuse, resolve, rollback, stages_of
 
 __all__ = [
     "check_declared",

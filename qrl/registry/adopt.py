@@ -120,7 +120,7 @@ def _gates(entry: ModelVersion) -> list[dict[str, Any]]:
         if verdict not in ("passed", "refused"):
             raise _unreadable(tag, entry)
         try:
-            record = reading.parsed(entry.tags.get(record_tag, "{}"))
+            record = reading.parse_json(entry.tags.get(record_tag, "{}"))
             gate = _gate(stage, int(entry.version), verdict, record)
             history.Record.of(gate)
         except (AttributeError, TypeError, ValueError):

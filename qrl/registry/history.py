@@ -358,7 +358,7 @@ def _complete(history: History, number: int, decision: Mapping[str, Any]) -> Rec
 @lru_cache(maxsize=20_000)  # a command reads the record several times, and a decision never changes
 def _parse_decision(text: str) -> tuple[Record, str]:
     """Return a decision from its text, and the text's sha256."""
-    return Record.of(reading.parsed(text)), sha256(text.encode()).hexdigest()
+    return Record.of(reading.parse_json(text)), sha256(text.encode()).hexdigest()
 
 
 def _join(first_piece: str, params: Mapping[str, str]) -> str:
@@ -368,7 +368,7 @@ def _join(first_piece: str, params: Mapping[str, str]) -> str:
     return "".join([text, *further_pieces])
 
 
-def best(records: Sequence[Record], stage: str) -> Record | None:
+def standing_decision(records: Sequence[Record], stage: str) -> Record | None:
     """Return the newest decision for a stage that let its version in, else the newest."""
     on_stage = [record for record in records if record.stage == stage]
     for record in reversed(on_stage):

@@ -54,9 +54,9 @@ from qrl.registry.history import (
     USUAL,
     History,
     Record,
-    best,
     claim_next,
     read_history,
+    standing_decision,
 )
 from qrl.registry.versions import locked, model_of, unchanged_s, version_of, versions_of
 from qrl.tracking import owners, store_errors
@@ -371,7 +371,7 @@ def _write_gate(history: History, entry: ModelVersion) -> None:
         fields["study"] = decision.study
     text = json.dumps(fields, default=str, ensure_ascii=False)
 
-    standing = best(history.gates(int(entry.version)), decision.stage)
+    standing = standing_decision(history.gates(int(entry.version)), decision.stage)
     if not decision.passed and standing and standing.passed:
         tags = {f"{names.gate_tag(decision.stage)}.refused": text}
     else:

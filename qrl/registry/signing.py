@@ -27,7 +27,7 @@ PACKAGES = (
 )  # the extra `signing`; the first imports the second without declaring it
 
 
-def keys(settings: Promote) -> tuple[Any, str]:
+def load_keys(settings: Promote) -> tuple[Any, str]:
     """Return what signs versions, or None, and the text of the key or certificate that they are verified with, or "".
 
     Raises:
@@ -36,14 +36,14 @@ def keys(settings: Promote) -> tuple[Any, str]:
     signer, own_key = None, ""
     if settings.sign_with:
         signer, own_key = _signer(*settings.sign_with)
-    return signer, trusted(settings.require_signature) or own_key
+    return signer, load_public_key(settings.require_signature) or own_key
 
 
-def trusted(path: str) -> str:
+def load_public_key(path: str) -> str:
     """Return the text of a file with a public key or certificate; "" without a path. Raises BadInput as `keys`."""
     if not path:
         return ""
-    text = reading.content(Path(path), reading.MIB).decode(errors="replace")
+    text = reading.read_bytes(Path(path), reading.MIB).decode(errors="replace")
     library = _library("verifying")
     try:
         _verifier(library, text)
@@ -92,7 +92,7 @@ def verify(label: str, uri: str, folder: Path, public_key: str) -> None:
 def _check(label: str, folder: Path, signature: Path, public_key: str) -> None:
     library = _library("verifying")
     try:
-        reading.check(signature, 64 * reading.MIB)
+        reading.check_regular_file(signature, 64 * reading.MIB)
         _verifier(library, public_key).verify(folder, signature)
     except Exception as error:  # of several libraries, on a file that anybody may have written
         reason = first_line(error) if isinstance(error, ValueError) else "another key made it, or it was edited"
@@ -117,7 +117,7 @@ def _signer(key: str, *chain: str) -> tuple[Any, str]:
     config = _library("signing").Config()
     try:
         for path in (key, *chain):
-            reading.check(Path(path), reading.MIB)
+            reading.check_regular_file(Path(path), reading.MIB)
         if chain:
             signer = config.use_certificate_signer(
                 private_key=key, signing_certificate=chain[0], certificate_chain=chain[1:] or chain

@@ -89,7 +89,7 @@ def _no_version(history: History, stage: str, alias: str) -> BadInput:
     )
 
 
-def known(name: str) -> dict[str, Stage]:
+def stages_of(name: str) -> dict[str, Stage]:
     """Return the stages of a registered model by name: those that were declared for it, or else base, grpo and awq."""
     return _declared_stages(pointers.current(name))
 
@@ -98,7 +98,7 @@ def _declared_stages(history: History) -> dict[str, Stage]:
     return history.state.stages or dict(USUAL)
 
 
-def check_declared(name: str, stages: Iterable[Stage]) -> dict[str, Stage]:
+def check_stages(name: str, stages: Iterable[Stage]) -> dict[str, Stage]:
     """Return a model's stages by name, as `known`.
 
     Raises:

@@ -26,7 +26,7 @@ from qrl.errors import BadInput, GateRefused, QrlError, first_line
 from qrl.files import reading
 from qrl.registry import signing
 from qrl.registry.client import MlflowClient
-from qrl.registry.history import History, Record, best
+from qrl.registry.history import History, Record, standing_decision
 from qrl.tracking import models, store, store_errors
 from qrl.workspace import WORK
 
@@ -71,14 +71,14 @@ class Version:
     def chat(self) -> dict[str, Any]:
         """The variables that the evaluation gave to the chat template; raises BadInput if the tag is no JSON object."""
         try:
-            return dict(reading.parsed(self.tags.get(names.TAG_CHAT, "{}")))
+            return dict(reading.parse_json(self.tags.get(names.TAG_CHAT, "{}")))
         except (TypeError, ValueError):
             message = f"The tag {names.TAG_CHAT} of version {self.version} of '{self.name}' is no JSON object"
             raise BadInput(f"{message}: promote its evaluation again, which makes a new version.") from None
 
     def gate(self, stage: str) -> Record | None:
         """Return the decision on this version for a stage, or None: the last that let it in, else the last."""
-        return best(self.records, stage)
+        return standing_decision(self.records, stage)
 
     def gates(self) -> list[Record]:
         """Return the decisions on this version: those of the usual stages first, the others by time."""
@@ -188,12 +188,12 @@ def folder(version: Version) -> Path:
 
 def verify(version: Version, public_key: str = "") -> Path:
     """Return the version's checkpoint folder after checking gate, digest and signature, as `admit` and `whole` do."""
-    path = admit(version)
-    whole(version, path, public_key)
+    path = check_gate(version)
+    check_files(version, path, public_key)
     return path
 
 
-def admit(version: Version) -> Path:
+def check_gate(version: Version) -> Path:
     """Return the version's checkpoint folder after checking its gate; its weights are not read.
 
     Raises:
@@ -236,7 +236,7 @@ def _not_admitted(version: Version, decisions: list[Record]) -> GateRefused:
     )
 
 
-def whole(version: Version, path: Path, public_key: str = "") -> None:
+def check_files(version: Version, path: Path, public_key: str = "") -> None:
     """Read all files of a version, and check its signature if one is required, or was when it was promoted.
 
     Args:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import qrl
-from qrl.engine.vllm_support import shares
+from qrl.engine.vllm_support import memory_options
 from qrl.errors import BadInput
 from qrl.formats import plain
 
@@ -73,12 +73,12 @@ def served_id(name: str, version: str | int) -> str:
     return f"{single_marks[:96].strip('-.')}@{version}"
 
 
-def default(device: str) -> str:
+def default_engine(device: str) -> str:
     """Return the engine for `auto`: vLLM where it is installed and the device is not the CPU, else transformers."""
     return VLLM if device != "cpu" and importlib.util.find_spec("vllm") else TRANSFORMERS
 
 
-def check(engine: str) -> None:
+def check_installed(engine: str) -> None:
     """Raise BadInput if an engine is not installed."""
     if engine == VLLM and importlib.util.find_spec("vllm") is None:
         raise BadInput(
@@ -152,7 +152,7 @@ def _vllm_options(model: ServedModel, address: list[str], scratch: Path) -> list
     if model.device == "cpu":
         options.append("--enforce-eager")
     elif model.memory or model.cache_gib:
-        for name, value in shares(model.memory or 1.0, model.cache_gib).items():
+        for name, value in memory_options(model.memory or 1.0, model.cache_gib).items():
             options += [f"--{name.replace('_', '-')}", str(value)]
     return options
 

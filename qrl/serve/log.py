@@ -62,7 +62,7 @@ class EngineLog:
                     sys.stderr.write(line)
 
 
-def rotating(path: Path) -> Write:
+def rotating_writer(path: Path) -> Write:
     """Return a function that appends lines to a file, of which `FILES` older ones are kept; a full disk loses lines.
 
     Raises:

@@ -48,7 +48,7 @@ class Engine(contextlib.AbstractContextManager):
         Raises:
             BadInput: vLLM is not installed here.
         """
-        engines.check(engine)
+        engines.check_installed(engine)
         self.engine = engine
         self.serving = False
         self._reaped = False

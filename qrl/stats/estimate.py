@@ -116,8 +116,8 @@ class Estimate:
     df: float = math.inf
     runs: Runs | None = None
     tails: Tails | None = None
-    least: float = -math.inf
-    most: float = math.inf
+    minimum: float = -math.inf
+    maximum: float = math.inf
     sums: tuple[tuple[tuple[Estimate, float], ...], ...] = ()
     one_sided: tuple[float, float] | None = None
 
@@ -141,21 +141,21 @@ class Estimate:
         """Return the estimate with the two-sided 95 % interval that its error gives, cut at `least` and `most`."""
         low = self.estimate - self.reach(TAIL, upwards=False)
         high = self.estimate + self.reach(TAIL, upwards=True)
-        return replace(self, low=max(self.least, low), high=min(self.most, high))
+        return replace(self, low=max(self.minimum, low), high=min(self.maximum, high))
 
     @property
     def lower(self) -> float:
         """One-sided 95 % lower bound."""
         if self.one_sided:
             return self.one_sided[0]
-        return max(self.least, self.estimate - self.reach(1 - LEVEL, upwards=False))
+        return max(self.minimum, self.estimate - self.reach(1 - LEVEL, upwards=False))
 
     @property
     def upper(self) -> float:
         """One-sided 95 % upper bound."""
         if self.one_sided:
             return self.one_sided[1]
-        return min(self.most, self.estimate + self.reach(1 - LEVEL, upwards=True))
+        return min(self.maximum, self.estimate + self.reach(1 - LEVEL, upwards=True))
 
     def reach(self, tail: float, *, upwards: bool) -> float:
         """Return the distance from the estimate to its one-sided bound with error `tail`, above or below."""

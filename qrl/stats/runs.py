@@ -92,7 +92,7 @@ def rate_over_runs(
     shares = [np.asarray(run, dtype=float) for run in values]
     if vary:
         mean = contrast_over_runs([run[None] for run in shares], (1,), groups, labels, n)
-        return replace(mean, least=0.0, most=1.0).bounded()
+        return replace(mean, minimum=0.0, maximum=1.0).bounded()
     unshared, shared = _question_variance(shares, groups)
     mean = float(np.mean([run.mean() for run in shares]))
     stderr = math.sqrt(unshared / len(shares) + shared)

@@ -61,9 +61,9 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
     """
     process.hush_transformers()
     device = devices.choose(recipe.device)
-    measured_subjects = subjects(recipe, stages, models)
+    measured_subjects = check_subjects(recipe, stages, models)
     questions = question_sets.load(recipe, "heldout", max(recipe.benchmark.requests, *recipe.benchmark.batches))
-    template = prompt.of(recipe)
+    template = prompt.of_recipe(recipe)
     prompts = []  # of each subject, since tokenizers and chat templates may differ
     for subject in measured_subjects:
         tokenizer = hf.tokenizer(subject.path)
@@ -82,7 +82,7 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
             _side_by_side(recipe, measured_subjects, prompts, device, work)
 
 
-def subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[Subject]:
+def check_subjects(recipe: Recipe, stages: str | None, models: str | None) -> list[Subject]:
     """Return the models to measure, verified; raise BadInput if one does not exist, or if there are none."""
     store.prepare()
     if not models:
@@ -281,7 +281,7 @@ def _get(address: str) -> dict:
 def _stages(recipe: Recipe, stages: str | None) -> list[Subject]:
     """Return the versions at stages, verified; by default those that exist, and base's AWQ."""
     name = registry.registered_name(recipe)
-    declared_stages = registry.known(name)
+    declared_stages = registry.stages_of(name)
     if stages:
         chosen = [registry.resolve(name, stage.strip()) for stage in stages.split(",")]
     else:
@@ -293,7 +293,7 @@ def _stages(recipe: Recipe, stages: str | None) -> list[Subject]:
     if len(by_cell) < len(chosen):
         raise BadInput(f"Two of {', '.join(map(str, chosen))} are the same cell: give each cell once.")
 
-    public_keys = signing.trusted(recipe.promote.require_signature)
+    public_keys = signing.load_public_key(recipe.promote.require_signature)
     paths = {cell: versions.verify(version, public_keys) for cell, version in by_cell.items()}
 
     # A study's stages hold the trained model's AWQ; the base's shows whether its speed differs.

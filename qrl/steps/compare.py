@@ -20,9 +20,9 @@ from qrl.compare import (
     Comparison,
     from_counts,
     from_questions,
-    narrow,
     notes,
     ranking,
+    read_columns,
     read_counts,
     read_logs,
     read_questions,
@@ -69,10 +69,10 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
     ):
         # The rows of all cells in one file, so that any other statistic can be computed without a GPU.
         tables.join(row_files, work / names.QUESTIONS, {"scheme": names.scheme})
-        warnings = [*notes_on(comparison), *notes.of_updates(_stored_updates(cells))]
+        warnings = [*notes_on(comparison), *notes.notes_on_updates(_stored_updates(cells))]
         text = write(comparison, work, warnings)
 
-        changed_answers = comparison.changed_shown()
+        changed_answers = comparison.changed_sample()
         if len(changed_answers):
             contents.log_table(changed_answers, Path(names.CHANGED_JSON).stem)  # the folder's file; marks it as a table
         contents.log_folder(work)
@@ -82,7 +82,7 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
         if not runs.is_launched():  # a study prints the table at its end
             click.echo(text)
             click.echo(f"Logged to run {runs.active_id()}: {TABLE_FILES}.", err=True)
-            outcome.compared(recipe, cells)
+            outcome.print_compared(recipe, cells)
 
         # What a later study finds instead of comparing the same cells again.
         artifacts = sorted(path.name for path in work.iterdir())
@@ -93,8 +93,8 @@ def compare(recipe: Recipe, cells: list[str], failing: Sequence[str] = ()) -> No
 
 def notes_on(comparison: Comparison) -> list[str]:
     """Return a warning for each pair of variants that gave the same texts."""
-    scheme_labels = {scheme: comparison.shown(scheme) for scheme in comparison.schemes}
-    return notes.of_answers(notes.alike(comparison.answered), scheme_labels)
+    scheme_labels = {scheme: comparison.scheme_label(scheme) for scheme in comparison.schemes}
+    return notes.notes_on_alike(notes.find_alike(comparison.answered), scheme_labels)
 
 
 def _stored_updates(cells: list[str]) -> list[notes.Stored]:
@@ -126,7 +126,7 @@ def _answers(cells: list[str]) -> pd.DataFrame:
     """Return the rows of evaluated cells; of their columns, only those that a comparison computes with if possible."""
     from qrl.tracking import cells as evaluated
 
-    frame = narrow([({}, path) for path in evaluated.files(cells)])
+    frame = read_columns([({}, path) for path in evaluated.files(cells)])
     if frame is None:
         return evaluated.rows(cells)
     return frame
@@ -174,10 +174,10 @@ def files(
         frame = read_logs(logs, metric=metric, filter=filter, reference=reference, missing=missing)
     else:
         frame = _answers(cells)
-        warnings = notes.of_updates(_stored_updates(cells))
+        warnings = notes.notes_on_updates(_stored_updates(cells))
 
     if rank:
-        text = write_methods(ranking.measure(absent.filled(frame, missing)), Path(out))
+        text = write_methods(ranking.measure(absent.fill(frame, missing)), Path(out))
         click.echo(text)
         click.echo(f"Written to {out}: {METHODS_FILES}.", err=True)
         return
@@ -230,7 +230,7 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
     ):
         text = write_methods(measured, work)
         tables.join(evaluated.files(cells), work / names.QUESTIONS, {"scheme": names.scheme})
-        changed_answers = measured.changed_shown()
+        changed_answers = measured.changed_sample()
         if len(changed_answers):
             contents.log_table(changed_answers, Path(names.CHANGED_JSON).stem)
         contents.log_folder(work)
@@ -239,7 +239,7 @@ def methods(recipe: Recipe, cells: list[str]) -> None:
 
         click.echo(text)
         click.echo(f"Logged to run {runs.active_id()}: {METHODS_FILES}, {names.QUESTIONS}.", err=True)
-        outcome.compared(recipe, cells)
+        outcome.print_compared(recipe, cells)
 
 
 def write(comparison: Comparison, out: Path, warnings: Sequence[str] = ()) -> str:
@@ -260,7 +260,7 @@ def write(comparison: Comparison, out: Path, warnings: Sequence[str] = ()) -> st
         documents[names.NOTES_JSON] = json.dumps(list(warnings), indent=1, ensure_ascii=False) + "\n"
     if comparison.paired:
         # In the form in which MLflow writes tables, so that its UI shows the file as one.
-        documents[names.CHANGED_JSON] = comparison.changed_shown().to_json(orient="split", index=False)
+        documents[names.CHANGED_JSON] = comparison.changed_sample().to_json(orient="split", index=False)
 
     with written(out, "comparison", documents) as figure_folder:
         figures.matrix(comparison, figure_folder / "matrix.png")
@@ -280,7 +280,7 @@ def write_methods(
     text = ranking.markdown(measured, converged, failed)
     document = json.dumps(ranking.as_json(measured, converged, failed), indent=1) + "\n"
     title = ranking.findings(measured)[0] if measured.best else "No quantized method"
-    changed = measured.changed_shown().to_json(orient="split", index=False)
+    changed = measured.changed_sample().to_json(orient="split", index=False)
     documents = {ranking.METHODS_MD: text, ranking.METHODS_JSON: document, names.CHANGED_JSON: changed}
 
     with written(out, "methods", documents) as figure_folder:

@@ -23,7 +23,7 @@ from qrl.recipe import Recipe, lists
 from qrl.steps import outcome
 from qrl.tasks import prompt, question_sets
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
-from qrl.workspace import workspace, written, written_whole
+from qrl.workspace import workspace, write_atomically, written
 
 PAGE = "weights.html"
 Quantized = dict[str, dict[str, Path]]  # scheme → variant → checkpoint
@@ -61,7 +61,7 @@ def diagnose(recipe: Recipe, base: str, trained: str, *, quantized: str | None, 
         contents.describe("\n".join(f"- {line}" for line in words.glossary(metrics)))
         contents.log_folder(work)
         reuse.record_outputs(artifacts=sorted(path.name for path in work.iterdir()), values={"metrics": metrics})
-        outcome.diagnosed(base, trained, quantized)
+        outcome.print_diagnosed(base, trained, quantized)
 
 
 def _write_report(recipe: Recipe, full: dict[str, Path], quantized: Quantized, out: Path) -> None:
@@ -152,7 +152,7 @@ def _suffix(scheme: str, variant: str) -> str:
 
 
 def _write(frame: pd.DataFrame, path: Path) -> None:
-    with written_whole(path) as partial:
+    with write_atomically(path) as partial:
         frame.to_parquet(partial)
 
 
@@ -206,7 +206,7 @@ def _measure_behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantiz
     device = devices.choose(recipe.device)
     dtype = devices.compute_dtype(recipe.evaluate.dtype, device)
     questions = question_sets.load(recipe, "heldout", max(2, settings.behaviour))
-    template = prompt.of(recipe)
+    template = prompt.of_recipe(recipe)
 
     rows = []
     for variant, path in full.items():

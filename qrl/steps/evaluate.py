@@ -74,7 +74,7 @@ def evaluate(recipe: Recipe, cells_text: str | None) -> None:
             a scheme whose variant is not known to be healthy at full precision. Raised after the base at full
             precision, or after all cells were evaluated.
     """
-    checkpoints = check(recipe, cells_text)
+    checkpoints = check_cells(recipe, cells_text)
     # The digest that is recorded must be that of the files that are loaded, so they are hashed first.
     digests = {cell: weights.digest for cell, (_, weights) in checkpoints.items()}
     device = devices.choose(recipe.device)
@@ -95,14 +95,14 @@ def evaluate(recipe: Recipe, cells_text: str | None) -> None:
 
         if run_ids:
             addresses = {evaluation.label: evaluation.address for evaluation in evaluations}
-            outcome.evaluated(recipe, addresses, run_ids)
+            outcome.print_evaluated(recipe, addresses, run_ids)
         if void_cells:
             count = f"{len(void_cells)} of {len(checkpoints)} cells are void"
             click.echo(f"qrl: {count}, so accuracy there does not count: see above.", err=True)
             raise UnhealthyCell(" ".join(void_cells), is_printed=True)  # cell by cell, above
 
 
-def check(recipe: Recipe, cells_text: str | None) -> dict[tuple[str, str], tuple[str, checkpoint.Checkpoint]]:
+def check_cells(recipe: Recipe, cells_text: str | None) -> dict[tuple[str, str], tuple[str, checkpoint.Checkpoint]]:
     """Return the cells' addresses and checkpoints, by variant and scheme.
 
     Raises:
@@ -113,18 +113,18 @@ def check(recipe: Recipe, cells_text: str | None) -> dict[tuple[str, str], tuple
     engine = recipe.evaluate.engine
     gpus = recipe.evaluate.tensor_parallel
     objections = Objections()
-    objections.check(lambda: check_gpus(gpus, engine, devices.choose(recipe.device)))
+    objections.keep(lambda: check_gpus(gpus, engine, devices.choose(recipe.device)))
 
     checkpoints = {}
     for label, address in lists.parse_pairs("The list of cells", text, "MODEL").items():
-        cell = objections.check(lists.parse_cell, label)
+        cell = objections.keep(lists.parse_cell, label)
         if cell is None:
             continue
         _, scheme = cell
-        objections.check(check_kv, [scheme], engine)
-        weights = objections.check(addresses.stored_as, cell, address)
+        objections.keep(check_kv, [scheme], engine)
+        weights = objections.keep(addresses.stored_as, cell, address)
         if weights:
-            objections.check(question_sets.check_chat, recipe, weights.path)
+            objections.keep(question_sets.check_chat, recipe, weights.path)
             checkpoints[cell] = (address, weights)
     objections.insist()
     return checkpoints
@@ -135,7 +135,7 @@ def _ordered(evaluations: list[Evaluation]) -> list[Evaluation]:
     ordered = list(evaluations)
     if ordered and ordered[0].recipe.evaluate.engine != hf.NAME:
         # Cells that one vLLM engine can answer follow each other: to start an engine takes 20 s.
-        ordered.sort(key=lambda cell: cells.engine_of(cell.weights.path, cell.scheme, cell.recipe))
+        ordered.sort(key=lambda cell: cells.engine_sort_key(cell.weights.path, cell.scheme, cell.recipe))
     ordered.sort(key=lambda cell: cell.scheme != names.FULL)  # the others are judged by these
     return ordered
 
@@ -173,7 +173,7 @@ def _processes(evaluations: list[Evaluation]) -> int:
     return answers.processes(len(evaluations), largest_bytes)
 
 
-def _stored_answers(cell: Evaluation) -> stored.Answers | None:
+def _stored_answers(cell: Evaluation) -> stored.StoredAnswers | None:
     """Return answers that the store has of a cell, to judge them again; None if they are to be generated."""
     stored_answers = stored.answers(cell.answers_key)
     # A finished result is there, and nothing launched this command to reuse it: the user repeats it on purpose.
@@ -192,7 +192,7 @@ def _void_like_variant(cell: Evaluation) -> UnhealthyCell:
 def _evaluate_cell(
     cell: Evaluation,
     ask: answers.Ask,
-    stored_answers: stored.Answers | None,
+    stored_answers: stored.StoredAnswers | None,
     full_precision: dict[str, stored.FullPrecision],
 ) -> str:
     """Evaluate one cell in a nested run; return the run's id.
@@ -208,7 +208,7 @@ def _evaluate_cell(
     """
     settings = cell.recipe.evaluate
     labels = {"variant": cell.variant, "scheme": cell.scheme, "task": tasks.label(cell.recipe.task)}
-    prompt_hash = prompt.template_hash(prompt.of(cell.recipe))
+    prompt_hash = prompt.template_hash(prompt.of_recipe(cell.recipe))
     questions_digest = question_sets.digest(cell.questions)
     with (
         workspace(f"evaluate-{cell.variant}-{cell.scheme}", shared=True) as work,
@@ -222,10 +222,10 @@ def _evaluate_cell(
             cell_answers = ask(cell, bar.update)
 
         # A user's checkpoint is copied into the store only now, when there are answers to log with it.
-        uri = record.given(cell.recipe, cell.address, cell.weights, cell.variant, names.stored(cell.scheme))
+        uri = record.log_given(cell.recipe, cell.address, cell.weights, cell.variant, names.stored(cell.scheme))
         judgement = _judge(cell, cell_answers, uri, full_precision)
         if judgement.note:
-            cell_answers = replace(cell_answers, frame=health.marked(cell_answers.frame, judgement.note))
+            cell_answers = replace(cell_answers, frame=health.with_note(cell_answers.frame, judgement.note))
 
         # Logged under the model too: a registered version shows no metrics of its own.
         metrics = scores.metrics(cell_answers)
@@ -284,7 +284,7 @@ def _log_scores(cell: Evaluation, metrics: dict[str, float], uri: str, questions
     contents.log_scores(metrics, model_uri=uri, dataset=dataset)
 
 
-def _log_conditions(cell: Evaluation, cell_answers: cells.Asked, training_seed: int | None) -> None:
+def _log_conditions(cell: Evaluation, cell_answers: cells.Answers, training_seed: int | None) -> None:
     """Log how the answers were computed; mark, and print, where that differs from what the labels promise."""
     simulated = cell_answers.receipt.get("simulated", "")
     if cell_answers.receipt.get("unpacked"):
@@ -325,13 +325,13 @@ class _Judgement:
 
 
 def _judge(
-    cell: Evaluation, cell_answers: cells.Asked, uri: str, full_precision: dict[str, stored.FullPrecision]
+    cell: Evaluation, cell_answers: cells.Answers, uri: str, full_precision: dict[str, stored.FullPrecision]
 ) -> _Judgement:
     """Judge a cell's answers by its variant at full precision; arguments as for `_variant_at_full_precision`."""
     settings = cell.recipe.evaluate
     rates = health.rates(cell_answers.frame)
     n = len(cell_answers.frame)
-    broken_limits = health.broken(rates, settings, n)
+    broken_limits = health.broken_metrics(rates, settings, n)
     problems = health.problems(rates, settings, n)
 
     if cell.scheme == names.FULL:
@@ -372,14 +372,18 @@ def _variant_at_full_precision(
     return stored_answers.at_full_precision(cell.recipe.evaluate)
 
 
-def _report_health(cell: Evaluation, judgement: _Judgement, cell_answers: cells.Asked) -> None:
+def _report_health(cell: Evaluation, judgement: _Judgement, cell_answers: cells.Answers) -> None:
     """Print which limits a cell broke, with answers that did, and mark a cell that counts.
 
     Raises:
         UnhealthyCell: the cell is void.
     """
-    rows_path = f"All its answers are in {projects.artifact_place(runs.active_id())}/{names.QUESTIONS}."
-    examples = ["Answers that broke it:", *health.breaking(cell_answers.frame, judgement.broken_limits), rows_path]
+    rows_path = f"All its answers are in {projects.artifact_location(runs.active_id())}/{names.QUESTIONS}."
+    examples = [
+        "Answers that broke it:",
+        *health.lines_of_broken(cell_answers.frame, judgement.broken_limits),
+        rows_path,
+    ]
     if judgement.note:
         contents.tag(names.TAG_UNHEALTHY, judgement.note)
         message = (
@@ -405,7 +409,7 @@ def _why_void(cell: Evaluation, full: stored.FullPrecision) -> list[str]:
     return [f"{unknown}. Evaluate {cell.variant}:{names.FULL} with the same settings, then this cell again."]
 
 
-def _ask(engines: cells.Engines, evaluation: Evaluation, progress: answers.Progress) -> cells.Asked:
+def _ask(engines: cells.Engines, evaluation: Evaluation, progress: answers.Progress) -> cells.Answers:
     """Return a cell's answers; if memory runs out, all of them again in batches of half the size."""
     cell = cells.Cell(evaluation.variant, evaluation.scheme, evaluation.weights.path)
     settings = evaluation.recipe.evaluate
@@ -416,11 +420,13 @@ def _ask(engines: cells.Engines, evaluation: Evaluation, progress: answers.Progr
         answered += n
         progress(n)
 
-    def ask(batch_size: int) -> cells.Asked:
+    def ask(batch_size: int) -> cells.Answers:
         count(-answered)  # the bar begins again with each attempt
         sized = settings.model_copy(update={"batch_size": batch_size})
         recipe = evaluation.recipe.model_copy(update={"evaluate": sized})
-        return cells.ask(cell, evaluation.questions, recipe, evaluation.device, progress=count, engines=engines)
+        return cells.answer_questions(
+            cell, evaluation.questions, recipe, evaluation.device, progress=count, engines=engines
+        )
 
     def warn(text: str) -> None:
         click.secho(f"qrl: {evaluation.name}: {text}", fg="yellow", err=True)
@@ -436,7 +442,7 @@ def _sampled(metrics: dict[str, float], samples: int) -> str:
     return f" × {samples} samples, pass@{samples} {metrics[key]:.3f} ± {metrics[f'{key}_stderr']:.3f}"
 
 
-def _log_rows(cell_answers: cells.Asked, cell: Evaluation, settings_digest: str, work: Path, seed: int) -> None:
+def _log_rows(cell_answers: cells.Answers, cell: Evaluation, settings_digest: str, work: Path, seed: int) -> None:
     """Log the rows under the seed of the training that made the weights; the questions' seed has a column too.
 
     Args:
@@ -454,7 +460,7 @@ def _log_rows(cell_answers: cells.Asked, cell: Evaluation, settings_digest: str,
         names.ENGINE: cell_answers.receipt["engine"],
         names.SETTINGS: settings_digest,
         names.GROUP_SIZE: pd.array([group_size] * len(cell_answers.frame), dtype="Int64"),
-        names.PROMPT_HASH: prompt.template_hash(prompt.of(recipe)),
+        names.PROMPT_HASH: prompt.template_hash(prompt.of_recipe(recipe)),
     }
     cell_answers.frame.assign(**columns).to_parquet(work / names.QUESTIONS)
     by_group = groups.markdown(cell_answers.frame)

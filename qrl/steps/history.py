@@ -8,7 +8,7 @@ from qrl import process, registry
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
 from qrl.registry import pointers
-from qrl.registry.history import ADOPT, MIRRORED, PROMOTE, ROLLBACK, USUAL, History, Record, best
+from qrl.registry.history import ADOPT, MIRRORED, PROMOTE, ROLLBACK, USUAL, History, Record, standing_decision
 from qrl.tracking import store
 
 
@@ -81,7 +81,7 @@ def _decisions_that_placed(history: History, version: int, stage: str, time_utc:
         for record in (*history.gates(version), *history.records)
         if record.time <= time_utc and record.stage in ("", stage) and record.version == version
     ]
-    gate = best(on_version, stage)
+    gate = standing_decision(on_version, stage)
     moves = [record for record in on_version if record.action in (PROMOTE, ROLLBACK)]
     if not moves:  # taken over from an older store, perhaps with its gate
         return [gate] if gate else []

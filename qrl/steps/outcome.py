@@ -15,12 +15,12 @@ from qrl.recipe import Recipe
 from qrl.tracking import cells, runs
 
 
-def adapter(address: str) -> None:
+def print_adapter(address: str) -> None:
     """Print an adapter; it is merged next."""
     _print(f"Adapter {address}", "merge", {"adapter": address})
 
 
-def model(recipe: Recipe, address: str) -> None:
+def print_model(recipe: Recipe, address: str) -> None:
     """Print a trained model in full precision; it is quantized next, and the model before training with it."""
     qat = recipe.train.qat
     if qat == "none":
@@ -33,26 +33,26 @@ def model(recipe: Recipe, address: str) -> None:
     _print(f"Model   {address}, {recipe.train.variant} in full precision", "quantize", options)
 
 
-def quantized(sources: Mapping[str, str], stored: Mapping[str, str]) -> None:
+def print_quantized(sources: Mapping[str, str], stored: Mapping[str, str]) -> None:
     """Print quantized models, by `variant:scheme`; they are evaluated next, with their sources, by variant."""
     full = {f"{variant}:{names.FULL}": address for variant, address in sources.items()}
     _print(f"Models  {_listed(stored)}", "evaluate", {"cells": _listed(full | stored)})
 
 
-def diagnosed(base: str, trained: str, quantized: str | None) -> None:
+def print_diagnosed(base: str, trained: str, quantized: str | None) -> None:
     """Evaluate the models of a diagnosis next: `quantized` lists some by `variant:scheme`."""
     full = _listed({f"{names.BASE}:{names.FULL}": base, f"{names.GRPO}:{names.FULL}": trained})
     _print("", "evaluate", {"cells": ",".join(filter(None, (full, quantized)))})
 
 
-def evaluated(recipe: Recipe, models: Mapping[str, str], run_ids: Mapping[str, str]) -> None:
+def print_evaluated(recipe: Recipe, models: Mapping[str, str], run_ids: Mapping[str, str]) -> None:
     """Print evaluation runs, by `variant:scheme`, as `models`.
 
     Two variants in full precision are compared next, and base is promoted; any other cell is evaluated next with base.
     """
     result = "\n".join(f"Run     {run_id}, {cell}" for cell, run_id in run_ids.items())
     base = f"{names.BASE}:{names.FULL}"
-    comparable_run_ids = comparable(run_ids)
+    comparable_run_ids = comparable_cells(run_ids)
     if comparable_run_ids:
         _print(result, "compare", {"cells": ",".join(comparable_run_ids.values())})
     elif base in run_ids:
@@ -61,7 +61,7 @@ def evaluated(recipe: Recipe, models: Mapping[str, str], run_ids: Mapping[str, s
         _print(result, "evaluate", {"cells": _listed({base: recipe.model, **models})})
 
 
-def comparable(run_ids: Mapping[str, str]) -> dict[str, str]:
+def comparable_cells(run_ids: Mapping[str, str]) -> dict[str, str]:
     """Return the cells that `compare` can put into one table, by `variant:scheme`; none without base and another.
 
     They are those of the variants that have a cell at full precision, under the schemes that all of these have.
@@ -79,7 +79,7 @@ def comparable(run_ids: Mapping[str, str]) -> dict[str, str]:
     return comparable_run_ids
 
 
-def compared(recipe: Recipe, run_ids: Sequence[str]) -> None:
+def print_compared(recipe: Recipe, run_ids: Sequence[str]) -> None:
     """Promote next the cells that have a stage, by the runs of their evaluations; under several seeds, the first."""
     run_of_cell = {}
     for run_id in reversed(run_ids):
@@ -93,12 +93,12 @@ def compared(recipe: Recipe, run_ids: Sequence[str]) -> None:
         _print("", "promote", {"stage": ",".join(run_of_stage), "cell": ",".join(run_of_stage.values())})
 
 
-def promoted(name: str, stage: str) -> None:
+def print_promoted(name: str, stage: str) -> None:
     """Serve a stage next, of the registered model `name`."""
-    _print("", "serve", serving(name, stage))
+    _print("", "serve", serve_options(name, stage))
 
 
-def serving(name: str, stage: str) -> dict[str, str]:
+def serve_options(name: str, stage: str) -> dict[str, str]:
     """Return the options with which `serve` serves a stage of a registered model."""
     options = {"stage": stage}
     if name != recipes.Recipe().model:  # the shipped model, which `serve` serves by default

@@ -45,7 +45,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
     """
     if len(stages) != len(run_ids):
         raise BadInput(f"--stage names {len(stages)} and --cell {len(run_ids)}: give one cell's run per stage.")
-    keys = signing.keys(recipe.promote)
+    keys = signing.load_keys(recipe.promote)
     store.prepare()
     for stage in stages:
         check_stage(stage, recipe.promote.declared)
@@ -69,17 +69,17 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
         finally:
             # After a refusal too: the description shows how far the promotion came.
             contents.describe("\n".join(f"- {message}" for message in messages))
-            registry.publish(name, registry.known(name).values(), _table_of_study())
-        outcome.promoted(name, stages[-1])
+            registry.publish(name, registry.stages_of(name).values(), _table_of_study())
+        outcome.print_promoted(name, stages[-1])
 
 
 def rollback(recipe: Recipe, stage: str) -> None:
     """Return a stage to the version before its last promotion."""
     name = registry.registered_name(recipe)
-    _, public_key = signing.keys(recipe.promote)
+    _, public_key = signing.load_keys(recipe.promote)
     store.prepare()
     click.echo(f"Stage {stage} is {registry.rollback(name, stage, public_key)} again.")
-    outcome.promoted(name, stage)
+    outcome.print_promoted(name, stage)
 
 
 def _base(recipe: Recipe, cell: Evaluated, typed: Collection[str]) -> Ancestor:
@@ -167,7 +167,7 @@ def _stages_by_name(recipe: Recipe, stages: list[str], name: str) -> dict[str, S
     Raises:
         BadInput: neither has one of `stages`.
     """
-    of_model = registry.check_declared(name, recipe.promote.stages)
+    of_model = registry.check_stages(name, recipe.promote.stages)
     for stage in stages:
         check_stage(stage, recipe.promote.declared, name)
     of_recipe = {stage.stage: stage for stage in recipe.promote.declared}
@@ -295,7 +295,7 @@ def _recomputed(cell: Evaluated, stage: Stage) -> Evaluated:
             f"Stage {stage.stage} is refused: run {cell.run_id} has no record of its rows, as an evaluated cell has: "
             "evaluate it again."
         )
-    accuracy, broken = scores.again(cells.rows([cell.run_id]), cell.limits)
+    accuracy, broken = scores.recomputed(cells.rows([cell.run_id]), cell.limits)
     return replace(cell, accuracy=accuracy.estimate, stderr=accuracy.stderr, n=accuracy.n, broken=tuple(broken))
 
 
@@ -396,7 +396,7 @@ def _find_evaluation(
     required = (candidate.task, candidate.questions)
     evaluations = [
         cell
-        for cell in cells.sealed(variant, scheme)
+        for cell in cells.find_sealed(variant, scheme)
         if (cell.task, cell.questions) == required and has_right_weights(cell)
     ]
     for cell in evaluations:

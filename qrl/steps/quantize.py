@@ -28,7 +28,7 @@ from qrl.steps import outcome, record
 from qrl.tasks import prompt, question_sets
 from qrl.tasks import rows as task_rows
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
-from qrl.workspace import WORK, need, workspace
+from qrl.workspace import WORK, check_space, workspace
 
 _Solved = tuple[tasks.Question, bool]  # with its solution, and whether that ended
 STAGES = ("reading texts", "storing", "measuring")  # of one checkpoint; rollouts are generated in the first
@@ -42,7 +42,7 @@ def variant_addresses(recipe: Recipe, models: str | None) -> dict[str, str]:
     return {names.BASE: recipe.model}
 
 
-def sources(recipe: Recipe, models: str | None) -> dict[str, checkpoint.Checkpoint]:
+def check_sources(recipe: Recipe, models: str | None) -> dict[str, checkpoint.Checkpoint]:
     """Return the full-precision checkpoint of each variant in `variant=model,…`; default: the recipe's model as base.
 
     Raises:
@@ -51,31 +51,31 @@ def sources(recipe: Recipe, models: str | None) -> dict[str, checkpoint.Checkpoi
     checkpoints = {}
     objections = Objections()
     for variant, address in variant_addresses(recipe, models).items():
-        objections.check(lists.check_variant, variant)
-        source = objections.check(lambda address=address: checkpoint.check(addresses.folder(address)))
+        objections.keep(lists.check_variant, variant)
+        source = objections.keep(lambda address=address: checkpoint.check(addresses.folder(address)))
         if source is None:
             continue
         checkpoints[variant] = source
         if source.quantization:
             objections.add(f"{address} is already quantized ({source.quantization}): use full-precision weights.")
-        objections.check(question_sets.check_chat, recipe, source.path)
+        objections.keep(question_sets.check_chat, recipe, source.path)
     objections.insist()
     return checkpoints
 
 
 def quantize(recipe: Recipe, schemes: tuple[str, ...], models: str | None) -> None:
     """Quantize each model under each scheme, with the same settings and calibration questions, and log the results."""
-    settings_of_schemes = [choices.of(scheme, recipe.quantize, recipe.seed) for scheme in schemes]
-    checkpoints = sources(recipe, models)
+    settings_of_schemes = [choices.settings_of(scheme, recipe.quantize, recipe.seed) for scheme in schemes]
+    checkpoints = check_sources(recipe, models)
     objections = Objections()
     for source, settings in itertools.product(checkpoints.values(), settings_of_schemes):
-        objections.check(quantization.check_fit, source.path, settings)
+        objections.keep(quantization.check_fit, source.path, settings)
     objections.insist()
     process.hush_transformers()
     device = devices.choose(recipe.device)
     # Questions are drawn once for each scheme, before a run is opened: too few of them is bad input.
     texts_of_schemes = [Texts(recipe, settings, device) for settings in settings_of_schemes]
-    need(WORK, max(source.bytes for source in checkpoints.values()), "A quantized copy of the model")
+    check_space(WORK, max(source.bytes for source in checkpoints.values()), "A quantized copy of the model")
     store.prepare()
 
     task = tasks.label(recipe.task)
@@ -89,7 +89,7 @@ def quantize(recipe: Recipe, schemes: tuple[str, ...], models: str | None) -> No
             with workspace(f"quantize-{scheme}", shared=True) as work:
                 for variant, source in checkpoints.items():
                     addresses_of_cells[f"{variant}:{scheme}"] = _quantize_one(texts, variant, source, work)
-        outcome.quantized(variant_addresses(recipe, models), addresses_of_cells)
+        outcome.print_quantized(variant_addresses(recipe, models), addresses_of_cells)
 
 
 def _log_calibration_sets(texts_of_schemes: Sequence[Texts], task: str) -> None:
@@ -130,7 +130,7 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
         facts[names.SETTINGS] = settings.digest(texts.questions_digest)
         if settings.group_size is not None:
             facts[names.GROUP_SIZE] = settings.group_size
-        uri, digest = record.own(recipe, result.path, variant, scheme, parent=source.digest, **facts)
+        uri, digest = record.log_own(recipe, result.path, variant, scheme, parent=source.digest, **facts)
 
         contents.log_params({f"settings.{key}": value for key, value in asdict(settings).items()} | facts)
         contents.log_scores({f"quantize/{cost}": getattr(result, cost) for cost in _COSTS}, model_uri=uri)
@@ -191,11 +191,11 @@ class Texts:
         with _bar(settings.samples, "draw texts", delay=0) as bar:
             if settings.calibration in (choices.TASK, choices.ROLLOUTS):
                 self._questions = question_sets.load(seeded, "train", settings.samples)
-                task_rows.check_count(len(self._questions), settings.samples, f"The task {recipe.task}")
+                task_rows.check_calibration_count(len(self._questions), settings.samples, f"The task {recipe.task}")
                 self.questions_digest = question_sets.digest(self._questions)
             else:
                 self.source = settings.calibration
-                self._file_texts = task_rows.texts(Path(settings.calibration), settings.samples)
+                self._file_texts = task_rows.calibration_texts(Path(settings.calibration), settings.samples)
                 self.questions_digest = calibration.digest(self._file_texts)
             bar.update(settings.samples)
 
@@ -214,7 +214,7 @@ class Texts:
     def _rendered(self, model: Path, solved: list[_Solved]) -> list[str]:
         """Render questions with their solutions; the end token is left out where a solution was cut."""
         tokenizer = hf.plain_tokenizer(model)
-        template = prompt.of(self.recipe)
+        template = prompt.of_recipe(self.recipe)
         texts = []
         with _bar(len(solved), "render texts") as bar:
             for question, has_ended in solved:
@@ -230,7 +230,7 @@ def _answered(recipe: Recipe, model: Path, questions: list[tasks.Question], devi
     """Return questions with a model's greedy answers as their solutions, and whether each answer ended."""
     settings = recipe.evaluate
     loaded, tokenizer = hf.load(model, device, devices.compute_dtype(settings.dtype, device))
-    prompts = [prompt.render(tokenizer, question.question, prompt.of(recipe)) for question in questions]
+    prompts = [prompt.render(tokenizer, question.question, prompt.of_recipe(recipe)) for question in questions]
     with _bar(len(prompts), "generate rollouts") as bar:
         completions = hf.generate(
             loaded,

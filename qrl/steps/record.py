@@ -7,7 +7,7 @@ from qrl.recipe import Recipe
 from qrl.tracking import models
 
 
-def own(recipe: Recipe, path: Path, variant: str, scheme: str, *, parent: str, **facts: object) -> tuple[str, str]:
+def log_own(recipe: Recipe, path: Path, variant: str, scheme: str, *, parent: str, **facts: object) -> tuple[str, str]:
     """Log a step's own checkpoint by hard links; the step deletes its folder afterwards.
 
     Args:
@@ -22,7 +22,7 @@ def own(recipe: Recipe, path: Path, variant: str, scheme: str, *, parent: str, *
     return uri, digest
 
 
-def given(recipe: Recipe, address: str, weights: checkpoint.Checkpoint, variant: str, scheme: str) -> str:
+def log_given(recipe: Recipe, address: str, weights: checkpoint.Checkpoint, variant: str, scheme: str) -> str:
     """Return the store's address of a user's checkpoint; it is copied there unless the store has its digest."""
     if address.startswith("models:/m-"):
         return address

@@ -24,7 +24,7 @@ from qrl.recipe import Recipe
 from qrl.registry import signing, versions
 from qrl.serve import engines, follow, process, server
 from qrl.serve.engines import ServedModel
-from qrl.serve.log import rotating
+from qrl.serve.log import rotating_writer
 from qrl.tracking import contents, fetched, owners, runs, signals, store
 
 ENGINES = ("auto", engines.TRANSFORMERS, engines.VLLM)
@@ -66,16 +66,16 @@ def serve(
     """
     if engine not in ENGINES:
         raise BadInput(f"There is no engine '{engine}': expected one of {', '.join(ENGINES)}.")
-    signals.patient(forever=True)  # an engine that was told to stop finishes its answers, and has its own limit
+    signals.allow_longer(forever=True)  # an engine that was told to stop finishes its answers, and has its own limit
     if engine == "auto":
-        engine = engines.default(recipe.device)
+        engine = engines.default_engine(recipe.device)
     memory = check_options(engine, stage, memory, follow_s, drain_s)
-    write = rotating(Path(log)) if log else None
+    write = rotating_writer(Path(log)) if log else None
     follows = follow_s is not None
     start = partial(process.Engine, engine, api_key, shares=follows, write=write)
 
     with start() as child:
-        version, model = check(recipe, stage, host=host, port=port)
+        version, model = check_stage(recipe, stage, host=host, port=port)
         check_kv([version.scheme], engine)
         check_gpus(recipe.evaluate.tensor_parallel, engine, model.device)
         model = replace(
@@ -141,19 +141,19 @@ def check_options(
     return memory or follow.MEMORY
 
 
-def check(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[versions.Version, ServedModel]:
+def check_stage(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[versions.Version, ServedModel]:
     """Return the version at a stage and how to load it, if it passed its gate and the port is free.
 
     Raises:
         BadInput: the stage is unknown or has no version, or the port is in use.
         GateRefused, QrlError: the version did not pass its gate, or its files are gone.
     """
-    public_keys = signing.trusted(recipe.promote.require_signature)
+    public_keys = signing.load_public_key(recipe.promote.require_signature)
     store.prepare()
     version = registry.resolve(registry.registered_name(recipe), stage)
-    path = versions.admit(version)
+    path = versions.check_gate(version)
     server.check_port(host, port)
-    verify = partial(versions.whole, version, path, public_keys)
+    verify = partial(versions.check_files, version, path, public_keys)
     device = devices.choose(recipe.device)
     model = ServedModel(version.name, version.version, path, verify, device, recipe.evaluate.dtype)
     return version, replace(model, **_rendering(version))
@@ -180,7 +180,7 @@ def _followed(
     first: versions.Version, model: ServedModel, start: Callable[[], process.Engine], required_signature: str
 ) -> follow.FollowedStage:
     """Return the stage as the registry knows it, with callbacks that print and log its moves."""
-    public_keys = signing.trusted(required_signature)
+    public_keys = signing.load_public_key(required_signature)
     log_steps = itertools.count(1)
     digests = {first.version: first.digest}
     serving_path = model.path
@@ -191,9 +191,9 @@ def _followed(
     def admit(number: int) -> ServedModel:
         fetched.release(besides=serving_path)  # no engine drains while a version is admitted
         version = replace(registry.resolve(first.name, number), stage=first.stage)  # checks the gate of this stage only
-        path = versions.admit(version)
+        path = versions.check_gate(version)
         digests[number] = version.digest
-        verify = partial(versions.whole, version, path, public_keys)
+        verify = partial(versions.check_files, version, path, public_keys)
         return replace(model, version=number, path=path, verify=verify, **_rendering(version))
 
     def on_switch(new_model: ServedModel, sentence: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from qrl import names, process
 from qrl.errors import BadInput, QrlError
 from qrl.evaluate import health
-from qrl.evaluate.cells import Asked
+from qrl.evaluate.cells import Answers
 from qrl.recipe import Evaluate
 from qrl.tracking import contents, reuse
 
@@ -39,7 +39,7 @@ UNKNOWN = FullPrecision()
 
 
 @dataclass(frozen=True)
-class Answers:
+class StoredAnswers:
     """The answers of a finished or void cell, intact."""
 
     run: Run
@@ -53,15 +53,15 @@ class Answers:
         """Return whether the run holds the result of this very cache key, limits of health included."""
         return self.run.info.status == "FINISHED" and self.run.data.tags.get(names.TAG_CACHE_KEY) == key
 
-    def read(self) -> Asked:
+    def read(self) -> Answers:
         """Return the answers as they were graded."""
         import pandas as pd
 
-        frame = health.unmarked(pd.read_parquet(self.rows)).drop(columns=list(_COLUMNS_OF_RUN))
+        frame = health.without_note(pd.read_parquet(self.rows)).drop(columns=list(_COLUMNS_OF_RUN))
         receipt = json.loads(contents.artifact(self.run_id, names.RECEIPT).read_text(encoding="utf-8"))
         for name in _RECEIPT_OF_CELL:
             receipt.pop(name)
-        return Asked(frame, self.run.data.metrics[names.TOKENS_PER_S], frame[names.DTYPE].iloc[0], receipt)
+        return Answers(frame, self.run.data.metrics[names.TOKENS_PER_S], frame[names.DTYPE].iloc[0], receipt)
 
     def at_full_precision(self, settings: Evaluate) -> FullPrecision:
         """Return the rates of these answers, and which of a recipe's limits they break."""
@@ -71,13 +71,13 @@ class Answers:
         return FullPrecision(rates, tuple(problems))
 
 
-def answers(key: str) -> Answers | None:
+def answers(key: str) -> StoredAnswers | None:
     """Return the newest answers with this key in the active experiment that have the rows that were sealed."""
-    for run in reuse.answered(key):
+    for run in reuse.find_answers(key):
         try:
             rows = contents.artifact(run.info.run_id, names.QUESTIONS)
             if reuse.sealed(run).get("rows") == process.file_digest(rows):
-                return Answers(run, rows)
+                return StoredAnswers(run, rows)
         except (BadInput, QrlError):  # its artifacts are gone, or its record was edited
             continue
     return None

@@ -24,7 +24,7 @@ from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.train import Job, Machine, Trained, arguments, distill, footprint, parallel, rollout, trainers
 from qrl.train import merge as merging
 from qrl.train.job import Alarm
-from qrl.workspace import WORK, need, workspace
+from qrl.workspace import WORK, check_space, workspace
 
 PROMPTS_TO_CHECK = 8  # that a merged model answers beside the adapter-on model
 LOST = 0.5  # share of the update, as KL to the trained model, above which a merge warns
@@ -60,7 +60,7 @@ def _train_one(recipe: Recipe, machine: Machine, others: int) -> None:
         trainer.join(job)
         return
 
-    need(WORK, footprint.written(recipe.train, training.base), "Training, checkpoints to resume from included,")
+    check_space(WORK, footprint.written(recipe.train, training.base), "Training, checkpoints to resume from included,")
     store.prepare()
     tags = _tags(recipe, training.key, training.base.digest)
     with (
@@ -133,7 +133,7 @@ def _prepared(recipe: Recipe, machine: Machine) -> _Training:
         rollout=recipe.rollout,
         watch=recipe.watch,
         task=recipe.task,
-        template=prompt.of(recipe),
+        template=prompt.of_recipe(recipe),
         seed=recipe.seed,
         device=machine.device,
         group_size=group_size,
@@ -203,12 +203,12 @@ def _train_within_memory(trainer: trainers.Trainer, job: Job) -> Trained:
     return memory.halved(run, micro_batch, "train.micro_batch", divisor_of=completions, say=say)
 
 
-def check_rollouts(recipe: Recipe) -> None:
+def check(recipe: Recipe) -> None:
     """Check that this machine can sample and train as the recipe says, before an environment is built for it."""
     objections = Objections()
-    objections.check(rules.check, recipe, rules.OF_TRAINING)
+    objections.keep(rules.check, recipe, rules.OF_TRAINING)
     machine = Machine(devices.choose(recipe.device))
-    objections.check(trainers.check_machine, recipe.train, recipe.rollout, machine)
+    objections.keep(trainers.check_machine, recipe.train, recipe.rollout, machine)
     objections.insist()
 
 
@@ -222,7 +222,7 @@ def merge(recipe: Recipe, adapter: str) -> None:
     """Fold an adapter into the recipe's model, and log the merged model with what the merge lost."""
     base, folder = checkpoint.check(source.locate(recipe.model)), addresses.folder(adapter)
     merging.check_adapter(folder)
-    need(WORK, footprint.stored(base, recipe.merge.store_dtype), "The merged model")
+    check_space(WORK, footprint.stored(base, recipe.merge.store_dtype), "The merged model")
     prompts, compared_on = _prompts_to_check(recipe, base.path)
     store.prepare()
     device = devices.choose(recipe.device)
@@ -270,7 +270,7 @@ def _prompts_to_check(recipe: Recipe, base: Path) -> tuple[list[list[int]], str]
             lists,
             f"{len(lists)} lists of random token ids, since no question of {recipe.task} is at hand: give data=FOLDER",
         )
-    rendered = [prompt.render(tokens, question.question, prompt.of(recipe)) for question in questions]
+    rendered = [prompt.render(tokens, question.question, prompt.of_recipe(recipe)) for question in questions]
     return rendered, f"{len(rendered)} questions of {recipe.task}"
 
 
@@ -290,14 +290,14 @@ def _check_contamination(
     """
     overlaps = {"the training questions": ("contamination/", contamination.overlap(questions, heldout))}
     if base == tiny.PATH:
-        own = contamination.overlap(corpus.sample(), heldout)
+        own = contamination.overlap(corpus.sample_questions(), heldout)
         overlaps["the questions that qrl-tiny was made from"] = ("contamination/base_", own)
     for prefix, overlap in overlaps.values():
         contents.log_scores(overlap.metrics(prefix))
     if pairs := [pair for _, overlap in overlaps.values() for pair in overlap.pairs]:
         contents.log_table(pd.DataFrame(pairs), "contamination")
     for of, (_, overlap) in overlaps.items():
-        contamination.check(overlap, recipe.task, recipe.train.max_ngram_share, of=of)
+        contamination.check_overlap(overlap, recipe.task, recipe.train.max_ngram_share, of=of)
 
 
 def _log_training(trained: Trained, work: Path) -> None:
@@ -335,8 +335,8 @@ def _record(recipe: Recipe, path: Path, parent: str, artifacts: list[str], *, ad
     if adapter:
         contents.log_folder(path, "adapter")
         reuse.record_outputs(artifacts=["adapter", *artifacts], values={"parent": parent})
-        outcome.adapter(f"runs:/{runs.active_id()}/adapter")
+        outcome.print_adapter(f"runs:/{runs.active_id()}/adapter")
         return
-    uri, digest = record.own(recipe, path, recipe.train.variant, names.FULL, parent=parent)
+    uri, digest = record.log_own(recipe, path, recipe.train.variant, names.FULL, parent=parent)
     reuse.record_outputs(models={"model": uri}, artifacts=artifacts, values={"digest": digest, "parent": parent})
-    outcome.model(recipe, uri)
+    outcome.print_model(recipe, uri)

@@ -54,4 +54,4 @@ def study(recipe: str = "auto", **overrides: object) -> Study:
     run_id = pipeline.study(settings, {"recipe": name, **typed})
     rows = compare.read_questions(contents.artifact(run_id, names.QUESTIONS), whole=False)
     comparison = compare.from_questions(rows, margin=settings.compare.margin)
-    return Study(run_id, projects.artifact_place(run_id), comparison)
+    return Study(run_id, projects.artifact_location(run_id), comparison)

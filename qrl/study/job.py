@@ -35,7 +35,7 @@ def run(
 
     process.die_with_parent()  # Slurm's daemon of the step: without it, a requeued job would run twice
     os.environ["MLFLOW_RUN_ID"] = run_id  # which the command's end closes after an error
-    os.environ[device.ASKED] = str(gpus)
+    os.environ[device.GPUS_VARIABLE] = str(gpus)
     try:
         store.prepare()
     except QrlError:

@@ -252,7 +252,7 @@ def launch(folder: Path, step: str, parameters: dict[str, str], *, run_id: str |
     logging.getLogger("mlflow.projects").setLevel(logging.CRITICAL)  # that a run was interrupted is printed once, here
     logging.getLogger("mlflow.utils.virtualenv").addFilter(lambda line: "already exists" not in line.getMessage())
     manager = projects.env_manager(parent or run_id)
-    signals.patient(forever=step == "serve")
+    signals.allow_longer(forever=step == "serve")
     signals.note_run()
 
     opens_run = not (run_id or parent)  # then no other process shows its page

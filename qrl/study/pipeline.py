@@ -101,20 +101,20 @@ def _check(recipe: Recipe, overrides: dict[str, str], *, yes: bool) -> tuple[str
     from qrl.tracking import addresses
 
     objections = Objections()
-    registered_name = objections.check(registry.registered_name, recipe)  # the last step would refuse a bad name
+    registered_name = objections.keep(registry.registered_name, recipe)  # the last step would refuse a bad name
     device, base = preflight.check(recipe, overrides, yes=yes, objections=objections)
     teacher = None
     teacher_address = recipe.train.teacher
     if teacher_address:
-        teacher = objections.check(lambda: checkpoint.check(addresses.folder(teacher_address)).digest)
+        teacher = objections.keep(lambda: checkpoint.check(addresses.folder(teacher_address)).digest)
 
     dry_run = None
     if base:
-        dry_run = objections.check(
+        dry_run = objections.keep(
             look_ahead, "study", lambda launcher: StudySteps(recipe, launcher, device).cells(base, teacher)
         )
     if registered_name and dry_run and not dry_run.empty:  # the last step would refuse a stage of another cell too
-        objections.check(registry.check_declared, registered_name, recipe.promote.declared)
+        objections.keep(registry.check_stages, registered_name, recipe.promote.declared)
     preflight.rehearse(recipe, device, dry_run, yes=yes, objections=objections)
     return device, base, teacher, dry_run
 
@@ -217,7 +217,7 @@ class StudySteps:
         for cell, model in models.items():
             variant, scheme = cell.split(":")
             cache_keys[cell] = keys.cell(self.recipe, variant, scheme, model.digest, self.device)
-        title = f"{len(models)} cells on {preflight.asked(self.recipe)}"
+        title = f"{len(models)} cells on {preflight.describe_questions(self.recipe)}"
         folder = environment_for("evaluate", self.recipe.evaluate.engine, self.device)
         step = Step("evaluate", title, cache_keys, lambda missing: {"cells": _listed(models, missing)}, folder)
         return self.launcher.obtain(step, failed)

@@ -75,12 +75,12 @@ def _check_settings(recipe: Recipe, overrides: dict[str, str], beside: Sequence[
     from qrl.tasks import prompt, question_sets
     from qrl.train import reward
 
-    objections.check(signing.keys, recipe.promote)
-    objections.check(tasks.check, recipe.task)
-    objections.check(prompt.check, recipe.task, recipe.prompt)
-    objections.check(rules.check, recipe)
+    objections.keep(signing.load_keys, recipe.promote)
+    objections.keep(tasks.check_task, recipe.task)
+    objections.keep(prompt.check_task, recipe.task, recipe.prompt)
+    objections.keep(rules.check, recipe)
     schemes = recipe.quantize.schemes
-    unheeded = objections.check(choices.unheeded, recipe.quantize, schemes, overrides, beside, recipe.train.qat) or []
+    unheeded = objections.keep(choices.unheeded, recipe.quantize, schemes, overrides, beside, recipe.train.qat) or []
     report.warn(unheeded + rules.warnings(recipe) + _unstored(recipe, beside))
 
     # Not a rule of the recipe, since a sweep makes further schemes.
@@ -91,10 +91,10 @@ def _check_settings(recipe: Recipe, overrides: dict[str, str], beside: Sequence[
             f"vLLM has no kernel for {', '.join(sorted(without_kernel))}: set evaluate.unpacked=true, or "
             "evaluate.engine=transformers."
         )
-    objections.check(reward.check, recipe.train, ())
+    objections.keep(reward.check, recipe.train, ())
     if recipe.data:  # read here, so that wrong data is refused before an environment is built
-        objections.check(question_sets.load_training, recipe)
-        objections.check(question_sets.load_all_heldout, recipe)
+        objections.keep(question_sets.load_training, recipe)
+        objections.keep(question_sets.load_all_heldout, recipe)
 
 
 def _check_base(recipe: Recipe, objections: Objections) -> str:
@@ -106,7 +106,7 @@ def _check_base(recipe: Recipe, objections: Objections) -> str:
     from qrl.tasks import question_sets
 
     base = checkpoint.check(source.locate(recipe.model))
-    objections.check(question_sets.check_chat, recipe, base.path)
+    objections.keep(question_sets.check_chat, recipe, base.path)
     check_schemes(recipe, base.path, objections)
     return base.digest
 
@@ -123,9 +123,9 @@ def _check_machine(recipe: Recipe, device: str, objections: Objections) -> None:
         resources = nodes.resources("train")
         machine = Machine(device, resources.gpus * resources.nodes, nodes.processes())
         evaluation_gpus = nodes.resources("evaluate").gpus
-    objections.check(trainers.check_machine, recipe.train, recipe.rollout, machine)
+    objections.keep(trainers.check_machine, recipe.train, recipe.rollout, machine)
     settings = recipe.evaluate
-    objections.check(evaluate.check_gpus, settings.tensor_parallel, settings.engine, device, evaluation_gpus)
+    objections.keep(evaluate.check_gpus, settings.tensor_parallel, settings.engine, device, evaluation_gpus)
 
 
 def _smaller(name: str, recipe: Recipe) -> str:
@@ -163,7 +163,7 @@ def check_schemes(recipe: Recipe, base: Path, objections: Objections | None = No
     collected = Objections() if objections is None else objections
     is_shipped = recipe.model in source.SHIPPED  # such a model fits every scheme, and the check imports torch
     for scheme in recipe.quantize.schemes:
-        settings = collected.check(choices.of, scheme, recipe.quantize, recipe.seed)
+        settings = collected.check(choices.settings_of, scheme, recipe.quantize, recipe.seed)
         if settings and not is_shipped:
             collected.check(quantize.check_fit, base, settings)
     if objections is None:
@@ -183,7 +183,7 @@ def _doubt(objections: Objections, doubts: list[str], *, yes: bool) -> None:
 def rehearse(
     recipe: Recipe,
     device: str,
-    ahead: DryRun | None,
+    dry_run: DryRun | None,
     *,
     yes: bool,
     methods: int = 1,
@@ -210,13 +210,13 @@ def rehearse(
 
     collected = Objections() if objections is None else objections
     base_cell = f"{names.BASE}:{names.FULL}"
-    is_answered = ahead is not None and base_cell not in ahead.missing.get("evaluate", ())
+    is_answered = dry_run is not None and base_cell not in dry_run.missing.get("evaluate", ())
     if not is_answered:
         collected.check(_check_contamination, recipe)
         doubts = collected.check(_too_long, recipe, collected)
         _doubt(collected, doubts or [], yes=yes)
     collected.insist()
-    if is_answered or ahead is None:
+    if is_answered or dry_run is None:
         return
 
     base = source.locate(recipe.model)
@@ -231,7 +231,7 @@ def rehearse(
     click.echo(trial.text(answers, recipe), err=True)
     engines = {recipe.evaluate.engine, recipe.rollout.engine}
     if device == "cpu" and engines == {"transformers"} and recipe.model in source.SHIPPED:
-        click.echo(f"      time: {_estimated(answers, recipe, shape, ahead, methods)}", err=True)
+        click.echo(f"      time: {_estimated(answers, recipe, shape, dry_run, methods)}", err=True)
 
     weight_bytes, peak_bytes = footprint.needed(recipe.train, shape, answers.frame["prompt_tokens"].max())
     weights, peak, free = forecast.size(weight_bytes), forecast.size(peak_bytes), forecast.size(answers.free)
@@ -242,7 +242,7 @@ def rehearse(
     doubts = trial.objections(answers, recipe)
     if yes and doubts:
         doubts.append("The health limits hold for the study too: a void cell of the base will end it.")
-    if "train" in ahead.missing and weight_bytes > answers.free:
+    if "train" in dry_run.missing and weight_bytes > answers.free:
         doubts.append(
             f"Training needs {weights} for weights and optimizer, but {free} are free: use train.method=qlora, a "
             "smaller model or a larger machine."
@@ -270,7 +270,7 @@ def _estimated(answers: Trial, recipe: Recipe, shape: Shape, ahead: DryRun, meth
     )
 
 
-def asked(recipe: Recipe) -> str:
+def describe_questions(recipe: Recipe) -> str:
     """Return how many held-out questions a cell answers, in words; a task may have fewer than `evaluate.n`."""
     from qrl.tasks import question_sets
 
@@ -287,7 +287,7 @@ def _check_contamination(recipe: Recipe) -> None:
     if recipe.data or recipe.task != "arithmetic":
         trained = question_sets.load_training(recipe)
         overlap = contamination.overlap(trained, question_sets.load_all_heldout(recipe))
-        contamination.check(overlap, recipe.task, recipe.train.max_ngram_share)
+        contamination.check_overlap(overlap, recipe.task, recipe.train.max_ngram_share)
 
 
 def _too_long(recipe: Recipe, objections: Objections) -> list[str]:
@@ -299,7 +299,7 @@ def _too_long(recipe: Recipe, objections: Objections) -> list[str]:
     from qrl.tasks import lengths, prompt, question_sets
 
     base = source.locate(recipe.model)
-    tokens, template = hf.tokenizer(base), prompt.of(recipe)
+    tokens, template = hf.tokenizer(base), prompt.of_recipe(recipe)
     _check_calibration_lengths(recipe, tokens, template, objections)
 
     positions = checkpoint.positions(base)
@@ -331,12 +331,12 @@ def _check_calibration_lengths(
     from qrl.tasks import rows as task_rows
 
     for scheme in recipe.quantize.schemes:
-        settings = choices.of(scheme, recipe.quantize, recipe.seed)
+        settings = choices.settings_of(scheme, recipe.quantize, recipe.seed)
         if settings.calibration != choices.TASK:
             continue
         seeded = recipe.model_copy(update={"seed": settings.seed})
         questions = question_sets.load(seeded, "train", settings.samples)
-        task_rows.check_count(len(questions), settings.samples, f"The task {recipe.task}")
+        task_rows.check_calibration_count(len(questions), settings.samples, f"The task {recipe.task}")
         length = lengths.longest_solution(tokens, questions, template)
         if length > settings.max_tokens:
             objections.add(

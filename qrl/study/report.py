@@ -90,7 +90,7 @@ def show(recipe: Recipe, launcher: Launcher) -> None:
 def leave(launcher: Launcher) -> None:
     """Print the command that compares the finished cells of a study that ends before its table."""
     run_ids = {obtained.label: obtained.result.run_id for obtained in launcher.results if obtained.step == "evaluate"}
-    comparable = outcome.comparable(run_ids)
+    comparable = outcome.comparable_cells(run_ids)
     if comparable:
         command = process.command("compare", {"cells": ",".join(comparable.values())})
         click.echo(f"The finished cells, {', '.join(comparable)}, can be compared all the same:\n{command}", err=True)
@@ -115,7 +115,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
     else:
         activate = Path(sys.prefix) / "bin" / "activate"
         environment = f"source {shlex.quote(str(activate))}, before the commands below"
-    artifacts = projects.artifact_place(launcher.run_id)
+    artifacts = projects.artifact_location(launcher.run_id)
     lines = [
         f"Artifacts   {artifacts}: {', '.join(page.LINKED)}, {names.FIGURES}/",
         f"Environment {environment}",
@@ -125,7 +125,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
         name = registry.registered_name(recipe)
         lines += [
             f'Load        python -c \'import qrl; model, tokenizer = qrl.load("{name}", stage="{stage}")\'',
-            f"Serve       {process.command('serve', outcome.serving(name, stage))}",
+            f"Serve       {process.command('serve', outcome.serve_options(name, stage))}",
         ]
     lines.append(f"Took        {seconds:.0f} s, {launcher.seconds:.0f} s of it in the steps that ran")
     click.echo("\n".join(lines))
@@ -175,7 +175,7 @@ def sweep_tables(launcher: Launcher, outcomes: list[SweepOutcome], recipe: Recip
     contents.log_scores(scores | {"study/seconds": seconds})
     text = "\n".join(texts)
     contents.describe(page.cut(text, page.steps(launcher)))
-    click.echo(f"\n{text}\nArtifacts   {projects.artifact_place(launcher.run_id)}: {', '.join(files)}")
+    click.echo(f"\n{text}\nArtifacts   {projects.artifact_location(launcher.run_id)}: {', '.join(files)}")
     click.echo(f"Took        {seconds:.0f} s")
 
 
@@ -208,7 +208,7 @@ def _write_answers(
 
     rows = [_of_model(frame, model) for model, frame in rows_by_model.items()]
     pd.concat(rows, ignore_index=True).to_parquet(folder / names.QUESTIONS)
-    changed = [_of_model(ranked.methods.changed_shown(), model) for model, ranked in ranked_by_model.items()]
+    changed = [_of_model(ranked.methods.changed_sample(), model) for model, ranked in ranked_by_model.items()]
     answers = pd.concat(changed, ignore_index=True)
     if len(answers):
         answers.to_json(folder / names.CHANGED_JSON, orient="split", index=False)

@@ -60,7 +60,7 @@ def run(recipe: Recipe, path: Path, device: str) -> Trial:
 
 def _begin(parent: int) -> None:
     process.die_with_parent(parent, signal.SIGKILL)
-    process.settle()
+    process.prepare_process()
 
 
 def _run(recipe: Recipe, path: Path, device: str) -> Trial:
@@ -74,7 +74,7 @@ def _run(recipe: Recipe, path: Path, device: str) -> Trial:
     free_bytes = forecast.free_bytes(device)
     _check_memory(path, device, free_bytes)
     model, tokenizer = hf.load(path, device, devices.compute_dtype(recipe.evaluate.dtype, device))
-    prompts = [prompt.render(tokenizer, question.question, prompt.of(recipe)) for question in questions]
+    prompts = [prompt.render(tokenizer, question.question, prompt.of_recipe(recipe)) for question in questions]
     cells.check_lengths(path, questions, prompts)
 
     def answer(batch: list, max_tokens: int) -> tuple[float, list]:
@@ -100,7 +100,7 @@ def _run(recipe: Recipe, path: Path, device: str) -> Trial:
     fixed_s = max(0.0, few_step_s - FEW * per_answer_s)
 
     prompt_tokens = [len(ids) for ids in prompts]
-    frame = cells.graded({}, questions, answers, recipe.task, tokenizer)
+    frame = cells.graded_frame({}, questions, answers, recipe.task, tokenizer)
     return Trial(
         heldout=min(len(heldout), recipe.evaluate.n),
         frame=frame.assign(prompt_tokens=prompt_tokens),
@@ -161,6 +161,6 @@ def text(trial: Trial, recipe: Recipe) -> str:
     finished = (frame["finish_reason"] == "stop").sum()
     form = f"{frame['parsed'].notna().sum()} in the required form, {finished} ended by themselves"
     summary = f"[trial] base answers {n} held-out questions: {rate}, {form}; {trial.answers_s / n:.2g} s an answer"
-    broken_limits = health.broken(health.rates(frame), recipe.evaluate, n)
-    examples = health.breaking(frame, broken_limits) or health.answers(frame)
+    broken_limits = health.broken_metrics(health.rates(frame), recipe.evaluate, n)
+    examples = health.lines_of_broken(frame, broken_limits) or health.lines_of_answers(frame)
     return "\n      ".join([summary, *examples])

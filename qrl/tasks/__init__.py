@@ -45,7 +45,7 @@ def load(
         BadInput: the task or split is unknown, n < 1, a file is missing or malformed, the hub cannot be reached, or
             the first rows are requested of questions that have no file, or a task file is wrong.
     """
-    check(task)
+    check_task(task)
     if split not in ("train", "heldout"):
         raise BadInput(f"There is no split '{split}': expected train or heldout.")
     if n is not None and n < 1:
@@ -112,7 +112,7 @@ def grade_many(
     """
     if own.is_file(task):
         return own.grade_many(task, completions, answers, progress)
-    check(task)
+    check_task(task)
     if task in BOXED:
         return pool.grade_many(completions, answers, progress)
     verdicts = []
@@ -122,15 +122,15 @@ def grade_many(
     return verdicts
 
 
-def check(task: str) -> None:
+def check_task(task: str) -> None:
     """Raise BadInput if a task is neither known nor a task file with its two functions."""
     if own.is_file(task):
-        own.check(task)
+        own.check_task_file(task)
     elif task not in TASKS:
         raise BadInput(f"There is no task '{task}': expected one of {', '.join(TASKS)}, or the path of a .py file.")
 
 
-def stated_before(task: str, completion: str, question: Question) -> bool | None:
+def has_stated_answer(task: str, completion: str, question: Question) -> bool | None:
     """Return whether a wrong or missing answer had stated the right value before; see `reached.py` for the rules.
 
     None for a task whose answers are neither numbers nor boxed.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from qrl.errors import BadInput
-from qrl.tasks.question import Question, bare
+from qrl.tasks.question import Question, normalized_text
 
 WORDS = 13
 SHOWN = 10  # example pairs of each kind
@@ -27,7 +27,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 class Overlap:
     """The overlap of held-out questions with training questions."""
 
-    trained: int  # number of training questions
+    training: int  # number of training questions
     heldout: int  # number of held-out questions
     exact: int  # held-out questions equal to a training question, apart from case and white space
     shared: int  # held-out questions with `WORDS` words in a row of a training question, exact copies included
@@ -40,7 +40,7 @@ class Overlap:
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Return the counts by metric name."""
-        counts = {"train_n": self.trained, "heldout_n": self.heldout, "exact": self.exact}
+        counts = {"train_n": self.training, "heldout_n": self.heldout, "exact": self.exact}
         counts |= {f"ngram{WORDS}": self.shared, f"ngram{WORDS}_share": self.share}
         return {prefix + name: float(count) for name, count in counts.items()}
 
@@ -53,10 +53,10 @@ def overlap(trained: Sequence[Question], heldout: Sequence[Question]) -> Overlap
 
     Source: Brown et al., "Language Models are Few-Shot Learners", arXiv 2005.14165, appendix C; 13 is its largest N.
     """
-    by_text = {bare(question.question): question for question in reversed(trained)}
+    by_text = {normalized_text(question.question): question for question in reversed(trained)}
     copies = []
     for question in heldout:
-        twin = by_text.get(bare(question.question))
+        twin = by_text.get(normalized_text(question.question))
         if twin is not None:
             copies.append((question, twin))
 
@@ -78,7 +78,9 @@ def overlap(trained: Sequence[Question], heldout: Sequence[Question]) -> Overlap
     return Overlap(len(trained), len(heldout), len(copies), len(matches), tuple(pairs))
 
 
-def check(overlap: Overlap, task: str, limit: float | None = None, *, of: str = "the training questions") -> None:
+def check_overlap(
+    overlap: Overlap, task: str, limit: float | None = None, *, of: str = "the training questions"
+) -> None:
     """Reject an overlap that invalidates an accuracy.
 
     Args:

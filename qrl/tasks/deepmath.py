@@ -15,7 +15,7 @@ from typing import Any
 from qrl.errors import BadInput
 from qrl.tasks import rows
 from qrl.tasks.math import dataset
-from qrl.tasks.question import Question, bare
+from qrl.tasks.question import Question, normalized_text
 
 HUB = "zwhe99/DeepMath-103K"
 HELDOUT_SHARE = 100  # one text in so many is held out
@@ -59,4 +59,4 @@ def question(name: str, location: str, row: dict[str, Any]) -> Question:
 
 def split_of(question: str) -> str:
     """Return the split that a problem's text belongs to, by its hash; white space and case do not count."""
-    return "heldout" if zlib.crc32(bare(question).encode()) % HELDOUT_SHARE == 0 else "train"
+    return "heldout" if zlib.crc32(normalized_text(question).encode()) % HELDOUT_SHARE == 0 else "train"

@@ -13,7 +13,7 @@ from qrl import names, process, stats, tasks
 from qrl.errors import BadInput, QrlError
 from qrl.files import tables
 from qrl.stats.text import table
-from qrl.workspace import written_whole
+from qrl.workspace import write_atomically
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -89,8 +89,8 @@ def grade(
 
 
 def _graded_rows(data: pd.DataFrame | str | Path, task: str, columns: Mapping[str, str] | None) -> Graded:
-    tasks.check(task)
-    rows = tables.records(data, columns)
+    tasks.check_task(task)
+    rows = tables.read_rows(data, columns)
     for location, row in rows:
         _check_row(location, row)
     return Graded(task, tuple(_with_verdicts(task, rows)))
@@ -177,7 +177,7 @@ def _write(graded: Graded, out: str | Path) -> None:
     """Write rows as JSONL; raise BadInput if the file cannot be written."""
     lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in graded.rows]
     try:
-        with written_whole(Path(out)) as partial:  # a lone surrogate is written as JSON's own escape, `\ud800`
+        with write_atomically(Path(out)) as partial:  # a lone surrogate is written as JSON's own escape, `\ud800`
             partial.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         remedy = "give a path in a folder that exists, on a disk with space"

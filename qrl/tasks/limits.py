@@ -30,7 +30,7 @@ _progress: dict[tuple, Any] = {}  # by the same: how far the latest process has 
 _NOT_STARTED, _LOADING, _LOADED = range(3)
 
 
-def called(
+def call_in_process(
     path: str, source: bytes, load: Load, work: Callable, arguments: Sequence[tuple], seconds: float
 ) -> Iterator[Any]:
     """Yield what `work` returns in a file's process for the path and each tuple of arguments, in order.

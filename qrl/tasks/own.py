@@ -100,9 +100,9 @@ def function(path: str, name: str, expected: str = "") -> Callable:
     return attribute
 
 
-def check(task: str) -> None:
+def check_task_file(task: str) -> None:
     """Read a task file anew; raise BadInput if it cannot be loaded, or lacks a function."""
-    read(task)
+    read_source(task)
     for name in SIGNATURES:
         function(task, name)
 
@@ -114,9 +114,9 @@ def load(task: str, split: str, n: int | None, seed: int) -> list[Question]:
         BadInput: `load` fails, returns something else than different questions, or `grade` fails on a solution, or
             judges it to be wrong.
     """
-    check(task)
+    check_task_file(task)
     call = f"load({split!r}, {n}, {seed})"
-    with explained(task, call):
+    with blaming(task, call):
         questions = function(task, "load")(split, n, seed)
     _check_questions(task, call, questions)
 
@@ -164,7 +164,7 @@ def grade_many(
     function(task, "grade")
     pairs = list(zip(completions, answers, strict=True))
     verdicts = []
-    for verdict in limits.called(task, _source(task), begin, _graded, pairs, GRADE_S):
+    for verdict in limits.call_in_process(task, _source(task), begin, _graded, pairs, GRADE_S):
         if verdict is limits.LATE:
             verdicts.append(Verdict(None, False, False, "timeout", f"took longer than {GRADE_S:g} s"))
         elif isinstance(verdict, str):  # printed once for each line that raises it
@@ -176,7 +176,7 @@ def grade_many(
     return verdicts
 
 
-def rewarded(path: str, name: str, completions: Sequence[str], answers: Sequence[str]) -> list[float]:
+def reward(path: str, name: str, completions: Sequence[str], answers: Sequence[str]) -> list[float]:
     """Return what a reward of a file gives to completions, from a process of its own.
 
     Raises:
@@ -184,7 +184,7 @@ def rewarded(path: str, name: str, completions: Sequence[str], answers: Sequence
     """
     seconds = max(REWARD_S, GRADE_S * len(completions))
     arguments = (name, list(completions), list(answers))
-    (rewards,) = limits.called(path, _source(path), begin, _rewarded, [arguments], seconds)
+    (rewards,) = limits.call_in_process(path, _source(path), begin, _rewarded, [arguments], seconds)
     if rewards is limits.LATE:
         duration = f"took longer than {seconds:g} s for {len(completions)} completions"
         raise QrlError(f"{path}: {name} {duration}: make it faster.")
@@ -194,7 +194,7 @@ def rewarded(path: str, name: str, completions: Sequence[str], answers: Sequence
 
 
 @contextmanager
-def explained(path: str, call: str) -> Iterator[None]:
+def blaming(path: str, call: str) -> Iterator[None]:
     """Raise what the user's code raises as BadInput, with its line; `call` names what was called."""
     try:
         yield
@@ -216,7 +216,7 @@ def reason(error: BaseException, path: str) -> str:
 def _check_solutions(task: str, questions: Sequence[Question]) -> None:
     """Raise BadInput if `grade` fails on worked solutions, or judges one to be wrong."""
     pairs = [(question.solution or question.answer, question.answer) for question in questions]
-    verdicts = limits.called(task, _source(task), begin, _graded, pairs, GRADE_S)
+    verdicts = limits.call_in_process(task, _source(task), begin, _graded, pairs, GRADE_S)
     for question, verdict in zip(questions, verdicts, strict=True):
         call = f"grade on the solution of question {question.id!r}"
         if verdict is limits.LATE:
@@ -262,10 +262,10 @@ def begin(path: str, source: bytes) -> None:
 
 
 def _source(path: str) -> bytes:
-    return _sources[path] if path in _sources else read(path)
+    return _sources[path] if path in _sources else read_source(path)
 
 
-def read(path: str) -> bytes:
+def read_source(path: str) -> bytes:
     """Read a file anew; between two calls this process uses the text that it has, so that no edit changes a run.
 
     Raises:
@@ -273,7 +273,7 @@ def read(path: str) -> bytes:
     """
     _digests.pop(path, None)
     try:
-        reading.check(Path(path), reading.MIB)
+        reading.check_regular_file(Path(path), reading.MIB)
         _sources[path] = Path(path).read_bytes()
     except OSError as error:
         hint = "a run that used one keeps it in its artifacts, below files/"
@@ -293,7 +293,7 @@ def _module(path: str, source: bytes) -> ModuleType:
     module.__file__ = path
     setattr(module, _LOADING, True)
     sys.modules[module.__name__] = module  # where dataclasses and pickle look for it
-    with explained(path, "loading it"):
+    with blaming(path, "loading it"):
         exec(compile(source, path, "exec"), module.__dict__)
     delattr(module, _LOADING)
     return module

@@ -44,7 +44,7 @@ TEMPLATES = {
 }
 
 
-def of(recipe: Recipe) -> Template:
+def of_recipe(recipe: Recipe) -> Template:
     """Return a recipe's prompt with its `chat.template_kwargs`."""
     return replace(resolve(recipe.prompt), kwargs=recipe.chat.template_kwargs)
 
@@ -88,7 +88,7 @@ def training_text(tokenizer: Any, question: Question, template: str | Template) 
     return _prompt(tokenizer, question.question, template) + question.solution + tokenizer.eos_token
 
 
-def check(task: str, template: str | Template) -> None:
+def check_task(task: str, template: str | Template) -> None:
     """Raise BadInput if a template requests a format that the task's grader does not read."""
     graded_tasks = resolve(template).tasks
     if graded_tasks is None or task in graded_tasks:
@@ -136,7 +136,7 @@ def template_hash(template: str | Template) -> str:
     return hashlib.sha256(json.dumps(texts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def fixed(chat_template: str, kwargs: Mapping[str, Any]) -> str:
+def with_fixed_variables(chat_template: str, kwargs: Mapping[str, Any]) -> str:
     """Return a chat template whose variables have fixed values, for readers that set none: MLflow, `qrl.load`."""
     # Jinja reads Python's literals; `+` keeps a line break that the template begins with.
     return "".join(f"{{% set {name} = {value!r} +%}}" for name, value in sorted(kwargs.items())) + chat_template

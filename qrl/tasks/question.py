@@ -20,7 +20,7 @@ class Question:
     level: int | None = None  # its difficulty, from 1, where the data set gives one
 
 
-def bare(question: str) -> str:
+def normalized_text(question: str) -> str:
     """Return a question's text without white space and case; two texts that differ in nothing else are one question."""
     return "".join(question.casefold().split())
 

@@ -11,7 +11,7 @@ from qrl import tasks
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.tasks import own, prompt
-from qrl.tasks.question import Question, bare
+from qrl.tasks.question import Question, normalized_text
 
 if TYPE_CHECKING:
     from qrl.recipe import Recipe
@@ -40,8 +40,8 @@ def load_probe(recipe: "Recipe", training: Sequence[Question], heldout: Sequence
     """
     required = recipe.watch.probe_n
     pool = load(recipe, "train", len(training) + required if _is_endless(recipe) else None)
-    used_texts = {bare(question.question) for question in (*training, *heldout)}
-    unused = [question for question in pool if bare(question.question) not in used_texts]
+    used_texts = {normalized_text(question.question) for question in (*training, *heldout)}
+    unused = [question for question in pool if normalized_text(question.question) not in used_texts]
     if len(unused) < required:
         raise BadInput(
             f"The training split has {len(unused)} questions that are neither trained on nor held out, but "
@@ -60,7 +60,7 @@ def load(
     Raises:
         BadInput: they cannot be read, the prompt elicits another form than the task grades, or only one is held out.
     """
-    prompt.check(recipe.task, recipe.prompt)
+    prompt.check_task(recipe.task, recipe.prompt)
     questions = tasks.load(recipe.task, split, n, recipe.seed, recipe.data, selection)
     if split == "heldout" and len(questions) < 2 and n != 1:
         raise BadInput(
@@ -73,7 +73,7 @@ def load(
 def check_chat(recipe: "Recipe", folder: Path) -> None:
     """Raise BadInput if the chat template in a checkpoint's folder has no variable that `chat.template_kwargs` sets."""
     if recipe.chat.template_kwargs:
-        prompt.check_kwargs(hf.tokenizer(folder), prompt.of(recipe))
+        prompt.check_kwargs(hf.tokenizer(folder), prompt.of_recipe(recipe))
 
 
 def digest(questions: Sequence[Question]) -> str:
@@ -97,11 +97,11 @@ def describe_source(recipe: "Recipe") -> str:
 
 def describe_repeated(questions: Sequence[Question]) -> str:
     """Return a warning if questions are repeated, up to spaces and case; empty if none is."""
-    counts = Counter(bare(question.question) for question in questions)
+    counts = Counter(normalized_text(question.question) for question in questions)
     copies = len(questions) - len(counts)
     if not copies:
         return ""
-    example = next(question for question in questions if counts[bare(question.question)] > 1)
+    example = next(question for question in questions if counts[normalized_text(question.question)] > 1)
     return (
         f"Of {len(questions)} held-out questions {copies} repeat others, such as '{example.question[:60]}': each copy "
         "counts, so intervals are narrower than they should be. Remove the copies from the data."

@@ -30,7 +30,7 @@ def of_folder(folder: Path, split: str) -> Iterator[Row]:
 
 def of_file(path: Path) -> Iterator[Row]:
     """Yield the objects of a JSONL file; raise BadInput if it is too large, or a line is not a JSON object in UTF-8."""
-    reading.check(path, reading.TABLE_BYTES)
+    reading.check_regular_file(path, reading.TABLE_BYTES)
     with path.open("rb") as lines:  # not splitlines: JSON strings may hold characters that it takes for line ends
         for number, line in enumerate(lines, 1):
             text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
@@ -116,7 +116,7 @@ def questions(
     return random.Random(seed).sample(questions, n)
 
 
-def texts(file: Path, n: int, setting: str = "quantize.calibration") -> list[str]:
+def calibration_texts(file: Path, n: int, setting: str = "quantize.calibration") -> list[str]:
     """Return the first n texts of a .jsonl file of rows with `text`: whole conversations, rendered, end token included.
 
     Args:
@@ -136,11 +136,11 @@ def texts(file: Path, n: int, setting: str = "quantize.calibration") -> list[str
         if not isinstance(text, str) or not text.strip():
             raise BadInput(f'{location} holds no calibration text: expected rows like {{"text": "…"}}.')
         texts.append(text)
-    check_count(len(texts), n, str(file), setting)
+    check_calibration_count(len(texts), n, str(file), setting)
     return texts[:n]
 
 
-def check_count(available: int, n: int, source: str, setting: str = "quantize.calibration") -> None:
+def check_calibration_count(available: int, n: int, source: str, setting: str = "quantize.calibration") -> None:
     """Raise BadInput where there are fewer than n texts: settings would record a number that was not used."""
     if available < n:
         required = f"{setting}_samples is {n}"
@@ -149,7 +149,7 @@ def check_count(available: int, n: int, source: str, setting: str = "quantize.ca
 
 def _object(location: str, line: bytes) -> dict[str, Any]:
     try:
-        row = reading.parsed(line.decode())
+        row = reading.parse_json(line.decode())
         if b"\\u" in line:  # a lone surrogate, `\ud800`, is not a text that a tokenizer can read
             json.dumps(row, ensure_ascii=False).encode()
     except ValueError:

@@ -22,7 +22,7 @@ from qrl.errors import BadInput
 from qrl.tasks import arithmetic, contamination, deepmath, gsm8k, rows
 from qrl.tasks.arithmetic import Problem
 from qrl.tasks.math import dataset
-from qrl.workspace import written_whole
+from qrl.workspace import write_atomically
 
 KINDS = (*arithmetic.KINDS, "together")
 PARQUET = "{}-00000-of-00001.parquet"
@@ -71,7 +71,7 @@ def write(form: str, out: Path, n: int, heldout: int, seed: int = 0, layout: str
         problem for problem in problems("heldout") if training_grams.isdisjoint(contamination.grams(problem.question))
     )
     parts = {"train": training, "heldout": list(islice(without_overlap, heldout))}
-    with written_whole(out) as folder:
+    with write_atomically(out) as folder:
         if layout == "hub":
             HUB[form](folder, parts)
             return

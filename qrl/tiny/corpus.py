@@ -84,7 +84,7 @@ class Corpus:
         return itertools.islice(itertools.chain.from_iterable(tokenized), first % CHUNK, None)
 
 
-def sample(n: int = CHUNK, seed: int = 0) -> list[Question]:
+def sample_questions(n: int = CHUNK, seed: int = 0) -> list[Question]:
     """Return the first n questions of the corpus, to check held-out questions for overlap; the whole takes 20 s."""
     return Corpus(seed).questions(min(n, CHUNK), 0)
 

@@ -25,7 +25,7 @@ from qrl.tiny import tokenizer
 from qrl.tiny.corpus import Corpus
 from qrl.tiny.shape import LONGEST, SMALLEST_VOCABULARY, TYPES, Shape, new_model
 from qrl.tiny.train import Budget, Progress, peak_rate, train
-from qrl.workspace import workspace, written_whole
+from qrl.workspace import workspace, write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -134,7 +134,7 @@ def make(
 
         model, progress = memory.halved(trained, micro_batch or budget.batch, "--micro-batch")
         shutil.rmtree(work / "model", ignore_errors=True)  # of an attempt that was killed after it
-        with written_whole(work / "model") as folder:
+        with write_atomically(work / "model") as folder:
             shutil.copytree(work / "tokenizer", folder)
             model.to(torch.bfloat16).save_pretrained(folder)
         parameters = model.num_parameters()
@@ -146,7 +146,7 @@ def make(
         record = {"settings": settings, "result": result, "scores": [asdict(score) for score in scores]}
         (work / "model" / RECORD).write_text(json.dumps(record, indent=1))
         (work / "model" / "README.md").write_text(_card(settings, result, scores))
-        with written_whole(out) as folder:
+        with write_atomically(out) as folder:
             shutil.copytree(work / "model", folder)
 
     if scores and not any(score.accuracy for score in scores):
@@ -254,7 +254,7 @@ def _check_same_settings(work: Path, settings: dict) -> None:
     """Store the settings with the work in progress; raise BadInput if it was started under other ones."""
     file = work / "settings.json"
     if not file.is_file():
-        with written_whole(file) as path:
+        with write_atomically(file) as path:
             path.write_text(json.dumps(settings))
         return
     stored = json.loads(file.read_text())
@@ -276,7 +276,7 @@ def _tokenizer(folder: Path, shape: Shape, corpus: Corpus):
     # The instruction is in every prompt that has one, so its words should be few tokens.
     instruction = max(set(templates) - {"plain"})
     prose += [prompt.messages("", instruction)[0]["content"]] * 3000
-    with written_whole(folder) as partial:
+    with write_atomically(folder) as partial:
         return tokenizer.make(prose, partial, shape.vocab, shape.positions, corpus.thinking)
 
 
@@ -318,5 +318,5 @@ def _options_without_out(options: list[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    process.settle()
+    process.prepare_process()
     main()

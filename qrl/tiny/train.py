@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qrl.tiny.corpus import Corpus
-from qrl.workspace import written_whole
+from qrl.workspace import write_atomically
 
 if TYPE_CHECKING:
     import torch
@@ -89,7 +89,7 @@ def train(
         is_last = progress.step == budget.steps
         report.step(loss, is_last)
         if progress.step % save_every == 0 or is_last:
-            with written_whole(state) as path:
+            with write_atomically(state) as path:
                 saved = {name: part.state_dict() for name, part in parts.items()}
                 torch.save(saved | {"progress": vars(progress)}, path)
     return progress

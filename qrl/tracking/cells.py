@@ -109,7 +109,7 @@ def _whole_number(metric: float) -> int:
     return int(metric) if math.isfinite(metric) else 0
 
 
-def sealed(variant: str, scheme: str) -> Iterator[Evaluated]:
+def find_sealed(variant: str, scheme: str) -> Iterator[Evaluated]:
     """Yield every finished evaluation of a cell in the store with sealed rows, the newest first."""
     is_of_variant = f"tags.`{names.TAG_STEP}` = 'evaluate' and tags.`{names.TAG_VARIANT}` = '{variant}'"
     for run in contents.find_runs(is_of_variant, status="FINISHED"):

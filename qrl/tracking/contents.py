@@ -39,7 +39,7 @@ def log_params(params: Mapping[str, object]) -> None:
     """Log params of the active run under keys that it does not hold yet: MLflow refuses `1e-6` after `1e-06`."""
     logged = mlflow.get_run(active_id()).data.params
     new_params = {key: value for key, value in params.items() if key not in logged}
-    insist(lambda: mlflow.log_params(new_params))
+    write_with_retries(lambda: mlflow.log_params(new_params))
 
 
 def live_log() -> Callable[[Mapping[str, float], int], None]:
@@ -48,7 +48,7 @@ def live_log() -> Callable[[Mapping[str, float], int], None]:
 
     def log(metrics: Mapping[str, float], step: int) -> None:
         floats = {key: float(value) for key, value in metrics.items()}
-        insist(lambda: mlflow.log_metrics(floats, step=step, run_id=run_id))
+        write_with_retries(lambda: mlflow.log_metrics(floats, step=step, run_id=run_id))
 
     return log
 
@@ -64,9 +64,9 @@ def log_scores(metrics: Mapping[str, float], *, model_uri: str | None = None, da
     model_id = models.id_of(model_uri) if model_uri else None
     if model_id:
         scored = [LoggedModelInput(model_id=model_id)]
-        insist(lambda: mlflow.MlflowClient().log_inputs(active_id(), models=scored))
+        write_with_retries(lambda: mlflow.MlflowClient().log_inputs(active_id(), models=scored))
     floats = {key: float(value) for key, value in metrics.items()}
-    insist(lambda: mlflow.log_metrics(floats, model_id=model_id, dataset=dataset))
+    write_with_retries(lambda: mlflow.log_metrics(floats, model_id=model_id, dataset=dataset))
 
 
 def log_dataset(name: str, *, digest: str, context: str, n: int, source: str) -> Dataset:
@@ -80,7 +80,7 @@ def log_dataset(name: str, *, digest: str, context: str, n: int, source: str) ->
         source: where they come from, in words or as an address.
     """
     dataset = MetaDataset(CodeDatasetSource(tags={"mlflow.source.name": source}), name=name, digest=digest[:36])
-    insist(lambda: mlflow.log_input(dataset, context=context, tags={"n": str(n), "digest": digest}))
+    write_with_retries(lambda: mlflow.log_input(dataset, context=context, tags={"n": str(n), "digest": digest}))
     return dataset
 
 
@@ -103,17 +103,17 @@ def log_files(paths: Sequence[str]) -> None:
 
 def tag(key: str, text: str) -> None:
     """Set a tag of the active run."""
-    insist(lambda: mlflow.set_tag(key, text[:MAX_TAG]))
+    write_with_retries(lambda: mlflow.set_tag(key, text[:MAX_TAG]))
 
 
 def tag_run(run_id: str, tags: Mapping[str, str]) -> None:
     """Set tags of any run, cut to the length that every store accepts."""
     cut_tags = [RunTag(name, text[:MAX_TAG]) for name, text in tags.items()]
     if cut_tags:
-        insist(lambda: mlflow.MlflowClient().log_batch(run_id, tags=cut_tags))
+        write_with_retries(lambda: mlflow.MlflowClient().log_batch(run_id, tags=cut_tags))
 
 
-def insist(write: Callable[[], object]) -> None:
+def write_with_retries(write: Callable[[], object]) -> None:
     """Write to the store, again if other processes were in the way.
 
     SQLite gives up a write that finds it locked for MLflow's 20 s, as a busy machine can keep it; and of two processes
@@ -141,7 +141,7 @@ def note(tags: Mapping[str, str], metrics: Mapping[str, float], *, step: int) ->
 
 def describe(markdown: str) -> None:
     """Set the description that the UI shows above the active run."""
-    insist(lambda: mlflow.set_tag("mlflow.note.content", markdown))
+    write_with_retries(lambda: mlflow.set_tag("mlflow.note.content", markdown))
 
 
 def run(run_id: str, expected: str = "a run that `mlflow ui` shows") -> Run:

@@ -46,7 +46,9 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
     # MLflow's flavor passes no variables to the chat template, so they are written into a template of its own.
     chat = facts.get(CHAT)
     if chat:
-        template = prompt.fixed(hf.tokenizer(folder / "model").get_chat_template(), json.loads(str(chat)))
+        template = prompt.with_fixed_variables(
+            hf.tokenizer(folder / "model").get_chat_template(), json.loads(str(chat))
+        )
         (tokenizer / checkpoint.CHAT_TEMPLATES[0]).unlink(missing_ok=True)  # a link to the checkpoint's own
         (tokenizer / checkpoint.TEMPLATES / "default.jinja").unlink(missing_ok=True)  # transformers would prefer it
         (tokenizer / checkpoint.CHAT_TEMPLATES[0]).write_text(template, encoding="utf-8")

@@ -13,7 +13,7 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 
 from qrl import checkpoint
 from qrl.errors import QrlError
-from qrl.workspace import WORK, free_bytes, need, written_whole
+from qrl.workspace import WORK, check_space, free_bytes, write_atomically
 
 FOLDER = WORK / "models"
 MAX_KEPT = 12  # the cells of a study, twice
@@ -54,7 +54,7 @@ def _download(address: str, folder: Path, digest: str) -> None:
     os.environ.setdefault("MLFLOW_MULTIPART_DOWNLOAD_CHUNK_SIZE", str(_CHUNK_BYTES))
     repository = get_artifact_repository(address)
     _make_space(folder, sum(file.file_size or 0 for file in repository.list_artifacts(MODEL)))
-    with written_whole(folder) as partial:
+    with write_atomically(folder) as partial:
         partial.mkdir()
         repository.download_artifacts(MODEL, str(partial))
         if not digest:
@@ -74,7 +74,7 @@ def release(besides: Path) -> None:
             os.close(_descriptors.pop(folder))
 
 
-def keep(address: str, source: Path, files: Iterable[str]) -> None:
+def keep_uploaded(address: str, source: Path, files: Iterable[str]) -> None:
     """Link a step's own files, which were uploaded just now, to where `get` finds them, so that nobody downloads them.
 
     Nothing is kept on another file system.
@@ -85,7 +85,7 @@ def keep(address: str, source: Path, files: Iterable[str]) -> None:
         files: names below it.
     """
     folder = _folder(address)
-    with contextlib.suppress(OSError), FileLock(f"{folder}.lock"), written_whole(folder) as partial:
+    with contextlib.suppress(OSError), FileLock(f"{folder}.lock"), write_atomically(folder) as partial:
         for name in files:
             (partial / MODEL / name).parent.mkdir(parents=True, exist_ok=True)
             os.link((source / name).resolve(), partial / MODEL / name)
@@ -128,7 +128,7 @@ def _make_space(needed_by: Path, size: int) -> None:
             has_room = count < MAX_KEPT and free_bytes(needed_by) >= size
             if path != needed_by and not has_room:
                 count -= _delete_unused(path)
-    need(needed_by, size, f"A model of the store, to be fetched to {needed_by.parent},")
+    check_space(needed_by, size, f"A model of the store, to be fetched to {needed_by.parent},")
 
 
 def _delete_unused(path: Path) -> bool:

@@ -82,7 +82,7 @@ def quantized(recipe: Recipe, scheme: str, model: str, device: str, *, group_siz
     `group_size` is the model's, as `groups.of` returns it: a size that is left to the model and the same one, chosen,
     have one key.
     """
-    settings = choices.of(scheme, recipe.quantize, recipe.seed).with_groups(group_size)
+    settings = choices.settings_of(scheme, recipe.quantize, recipe.seed).with_groups(group_size)
     calibration = settings.calibration
     if calibration not in (None, choices.TASK, choices.ROLLOUTS):
         calibration = process.file_digest(calibration)

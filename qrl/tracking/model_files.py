@@ -21,7 +21,7 @@ from mlflow.utils.uri import is_local_uri
 
 from qrl import checkpoint
 from qrl.tracking import description, fetched
-from qrl.workspace import need, partials, written_whole
+from qrl.workspace import check_space, partials, write_atomically
 
 _CARDS = ("README.md", "LICENSE", "LICENSE.txt")
 
@@ -45,8 +45,10 @@ def write(source: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: b
         existing = next(path for path in target.parents if path.exists())
         is_other_disk = existing.stat().st_dev != source.stat().st_dev
         if not link or is_other_disk:
-            need(target, sum((source / name).stat().st_size for name in names), "A copy of the model in the store")
-        with written_whole(target) as partial:  # replaces the empty folder that MLflow may have made
+            check_space(
+                target, sum((source / name).stat().st_size for name in names), "A copy of the model in the store"
+            )
+        with write_atomically(target) as partial:  # replaces the empty folder that MLflow may have made
             for name in names:
                 (partial / "model" / name).parent.mkdir(parents=True, exist_ok=True)
                 description.put(source / name, partial / "model" / name, link=link)
@@ -60,7 +62,7 @@ def write(source: Path, model: LoggedModel, facts: Mapping[str, Any], *, link: b
         mlflow.MlflowClient().log_model_artifacts(model.model_id, folder)  # a file at a time, in parts
     fetched.check_sizes(model.artifact_location, source, names)
     if link:
-        fetched.keep(model.artifact_location, source, names)
+        fetched.keep_uploaded(model.artifact_location, source, names)
     return source
 
 

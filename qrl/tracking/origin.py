@@ -32,7 +32,7 @@ class Origin:
         edited = []
         for path in own.files(values.get("task", ""), values.get("train.rewards", "").split(",")):
             is_present = os.path.isfile(path)  # a step that needs one that is gone refuses itself
-            if is_present and own.read(path) and own.label(path) not in self.files:
+            if is_present and own.read_source(path) and own.label(path) not in self.files:
                 edited.append(path)
         return edited
 

@@ -118,7 +118,7 @@ def mark_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
 
 def _marked_stopped(run_id: str, error: KeyboardInterrupt) -> bool:
     client = mlflow.MlflowClient()
-    signals.left_by(run_id)  # forgets the step's note: `error` says the reason
+    signals.take_note(run_id)  # forgets the step's note: `error` says the reason
     run = client.get_run(run_id)
     reason = str(error) or "Stopped by Ctrl-C."
     is_job = dead_runs.TAG_JOB in run.data.tags  # then the cluster knows the reason
@@ -150,7 +150,7 @@ def failure(run_id: str) -> tuple[str, int | None]:
 
     MLflow calls all of them FAILED. One that a gate refused becomes FINISHED, and one with a dead process KILLED.
     """
-    stopped = signals.left_by(run_id)
+    stopped = signals.take_note(run_id)
     if stopped:
         mark_stopped(run_id, stopped)
     run = mlflow.get_run(run_id)
@@ -167,7 +167,7 @@ def failure(run_id: str) -> tuple[str, int | None]:
     return dead_runs.DIED, None
 
 
-def artifact_place(run_id: str) -> str:
+def artifact_location(run_id: str) -> str:
     """Return where a run's artifacts are: a path if the store is local, else an address."""
     uri = mlflow.get_run(run_id).info.artifact_uri
     path = model_files.local(uri)

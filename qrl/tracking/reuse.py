@@ -51,7 +51,7 @@ def find(step: str, key: str) -> Run | None:
     return None
 
 
-def answered(key: str) -> list[Run]:
+def find_answers(key: str) -> list[Run]:
     """Return the runs of cells with these answers in the active experiment, newest first: finished, or void."""
     query = f"tags.`{names.TAG_STEP}` = 'evaluate' and tags.`{names.TAG_ANSWERS_KEY}` = '{key}'"
     runs = mlflow.search_runs(filter_string=query, output_format="list", order_by=_NEWEST_FIRST, max_results=20)
@@ -162,7 +162,7 @@ def sealed(run: Run) -> dict[str, Any]:
     if not text:
         return {}
     with suppress(ValueError):
-        evidence = reading.parsed(text)
+        evidence = reading.parse_json(text)
         if isinstance(evidence, dict):
             return evidence
     message = f"The parameter {_EVIDENCE} of run {run.info.run_id} cannot be read"
@@ -192,13 +192,13 @@ def _is_intact(run: Run) -> bool:
 
 
 def _document(run: Run) -> dict:
-    return reading.parsed(load_text(f"{run.info.artifact_uri}/{_OUTPUTS}"))
+    return reading.parse_json(load_text(f"{run.info.artifact_uri}/{_OUTPUTS}"))
 
 
 @cache  # a study reads it once a cell, and a finished step's record never changes
 def _parts(artifacts: str) -> dict[str, str] | None:
     """Return the parts of a finished step's key, by the address of its artifacts."""
-    return reading.parsed(load_text(f"{artifacts}/{_OUTPUTS}")).get("parts")
+    return reading.parse_json(load_text(f"{artifacts}/{_OUTPUTS}")).get("parts")
 
 
 def _address(run: Run, output: str) -> str:

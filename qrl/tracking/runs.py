@@ -68,7 +68,7 @@ def step(
             started_at = time.time()
             yield run
             durations = {names.SECONDS: time.time() - started_at, "step/startup_s": started_at - owners.started_at()}
-            contents.insist(partial(mlflow.log_metrics, durations))
+            contents.write_with_retries(partial(mlflow.log_metrics, durations))
     except KeyboardInterrupt as stopped:
         is_of_study = PARENT in run.data.tags  # which prints this itself
         if not is_of_study:
@@ -91,7 +91,7 @@ def _log_settings(recipe: Recipe | None, sections: tuple[str, ...], params: Mapp
     if recipe is None:
         contents.log_params(params)
         return
-    settings = {**recipe.flat(*sections), "prompt_hash": prompt.template_hash(prompt.of(recipe))}
+    settings = {**recipe.flat(*sections), "prompt_hash": prompt.template_hash(prompt.of_recipe(recipe))}
     contents.log_params({**settings, **params})
     mlflow.log_text(recipe.dump(), names.RECIPE)
     contents.log_files(own.files(recipe.task, recipe.train.rewards))
@@ -117,7 +117,7 @@ def child(
     """Yield a run nested in the active one, for a cell; an error ends it as FAILED and is raised again."""
     run = _start(run_name, tags or {})
     with _ended(run):
-        contents.insist(lambda: mlflow.log_params(dict(params or {})))
+        contents.write_with_retries(lambda: mlflow.log_params(dict(params or {})))
         yield run
 
 
@@ -209,7 +209,7 @@ def _end_active(run_id: str, status: str) -> None:
     try:
         mlflow.end_run(status)
     except mlflow.MlflowException:
-        contents.insist(partial(mlflow.MlflowClient().set_terminated, run_id, status))
+        contents.write_with_retries(partial(mlflow.MlflowClient().set_terminated, run_id, status))
 
 
 def _end(run_id: str, error: BaseException, end: Callable[[str], object]) -> None:

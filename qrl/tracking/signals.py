@@ -156,7 +156,7 @@ class StopHandler:
 
 _handler = StopHandler()  # of this process
 guard = _handler.guard
-patient = _handler.patient
+allow_longer = _handler.patient
 note_run = _handler.note_run
 end_now = _handler.end_now
 
@@ -166,7 +166,7 @@ def exit_code(error: KeyboardInterrupt) -> int:
     return getattr(error, "code", 128 + signal.SIGINT)
 
 
-def left_by(run_id: str) -> Stopped | None:
+def take_note(run_id: str) -> Stopped | None:
     """Return the signal at which a launched step ended at once, and forget it; None if it ended otherwise."""
     try:
         signum = int(_note(run_id).read_text())

@@ -52,7 +52,7 @@ def check_batch(settings: Train, processes: int, unit: str = "processes") -> Non
         )
 
 
-def make(job: Job, **further_arguments):
+def grpo_config(job: Job, **further_arguments):
     """Return GRPO's configuration, with further arguments of it."""
     from trl import GRPOConfig
 

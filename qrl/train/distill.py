@@ -136,9 +136,9 @@ def _teacher(teacher: checkpoint.Checkpoint, job: Job) -> Teacher:
     """Return what scores, as `train.teacher_placement` says; the first process checks a server's model."""
     if job.settings.teacher_placement != "server":
         return local.Local(teacher.path, job.settings, job.device)
-    scoring_server = server.of(teacher, job.settings)
+    scoring_server = server.connect(teacher, job.settings)
     if process.rank() == 0:
-        server.compare(teacher, scoring_server, functools.partial(divergence, reverse=0.0))
+        server.check_same_model(teacher, scoring_server, functools.partial(divergence, reverse=0.0))
     return scoring_server
 
 

@@ -70,7 +70,7 @@ def make_trainer(job: Job):
     trainer = grpo_trainer(job.rollout, settings.max_resamples, settings.qat, job.group_size)(
         model=policy.load(job.base, settings, job.device),
         reward_funcs=reward.functions(job.task, settings.rewards, settings, tokens),
-        args=arguments.make(job),
+        args=arguments.grpo_config(job),
         train_dataset=arguments.dataset(rows),
         processing_class=tokens,
         callbacks=[metrics.callback(settings, job.log)],

@@ -55,7 +55,9 @@ class Job:
     watch: Watch = Watch()
     teacher: Path | None = None  # full-precision checkpoint folder of the model that scores in a distillation
     group_size: int = groups.USUAL  # of train.qat in integers with groups: inputs that share a scale
-    probed: Sequence[tasks.Question] = ()  # for held-out accuracy during training, where `watch.probe_every` is set
+    probe_questions: Sequence[
+        tasks.Question
+    ] = ()  # for held-out accuracy during training, where `watch.probe_every` is set
     log: Log = lambda metrics, step: None
     warn: Callable[[Alarm], None] = lambda alarm: None  # called once per watcher
 
@@ -64,7 +66,7 @@ class Job:
         from qrl.engine import hf
         from qrl.tasks import lengths
 
-        questions = (*self.questions, *self.probed)
+        questions = (*self.questions, *self.probe_questions)
         prompt_tokens = lengths.longest_prompt(hf.tokenizer(self.base), questions, self.template)
         return prompt_tokens + self.settings.max_completion_tokens
 

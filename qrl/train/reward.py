@@ -29,7 +29,7 @@ def check(settings: Train, questions: Sequence[tasks.Question]) -> None:
         questions: to try the functions on; none only loads them.
     """
     for path in own.files("", settings.rewards):
-        own.read(path)
+        own.read_source(path)
     for name in filter(_is_own, settings.rewards):
         reward, tried = _own(name), questions[:_CHECKED]
         if tried:
@@ -160,7 +160,7 @@ def _own(name: str) -> Callable[[list[str], list[str]], list[float]]:
     own.function(path, called, _EXPECTED.replace("NAME", called))
 
     def checked(completions: list[str], answers: list[str]) -> list[float]:
-        values = own.rewarded(path, called, completions, answers)
+        values = own.reward(path, called, completions, answers)
         if len(values) != len(completions):
             wrong = f"returned {len(values)} rewards for {len(completions)} completions: return one for each"
             raise QrlError(f"{path}: {called} {wrong}.")

@@ -14,7 +14,7 @@ from qrl.formats.fakequant import linears
 from qrl.recipe import Train
 from qrl.train import kept, policy
 from qrl.train.job import Job
-from qrl.workspace import written_whole
+from qrl.workspace import write_atomically
 
 
 def trained(
@@ -83,7 +83,7 @@ def write(model, base: Path, out: Path, *, dtype: str | None, state: dict | None
     elif dtype is not None:  # gathered from several processes; a tied weight was gathered twice
         tied = model.all_tied_weights_keys
         state = {name: weight.to(getattr(torch, dtype)) for name, weight in state.items() if name not in tied}
-    with written_whole(out) as folder:
+    with write_atomically(out) as folder:
         model.save_pretrained(folder, state_dict=state)
         if dtype is None:
             settle_adapter(folder)

@@ -46,9 +46,9 @@ def check_machine(settings: Train, sampling: Rollout, machine: Machine) -> None:
         BadInput: all that is wrong: the GPUs are too few or do not divide a step, or nothing here can sample.
     """
     objections = Objections()
-    objections.check(parallel.check, settings, machine.device, machine.gpus)
+    objections.keep(parallel.check, settings, machine.device, machine.gpus)
     if settings.trainer == "verl":
         processes = parallel.processes(settings, machine.device, machine.gpus)
-        objections.check(verl.check_gpus, settings, max(machine.processes, processes))
-    objections.check(rollout.check, sampling, machine.device, settings)
+        objections.keep(verl.check_gpus, settings, max(machine.processes, processes))
+    objections.keep(rollout.check, sampling, machine.device, settings)
     objections.insist()

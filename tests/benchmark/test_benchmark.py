@@ -283,14 +283,18 @@ def test_without_names_the_four_default_cells_are_measured_if_they_exist(store, 
     base = logged("base", "full")
     promoted("base", "base", "full", *base)
     settings = recipe.load("tiny")
-    assert [cell.label for cell in step.subjects(settings, None, None)] == ["base · full"]
+    assert [cell.label for cell in step.check_subjects(settings, None, None)] == ["base · full"]
     promoted("grpo", "grpo", "full", *logged("grpo", "full"))
     promoted("awq", "grpo", "awq", *logged("grpo", "awq"))
     logged("base", "awq", parent="of another base")
-    assert [cell.label for cell in step.subjects(settings, None, None)] == ["base · full", "grpo · full", "grpo · awq"]
+    assert [cell.label for cell in step.check_subjects(settings, None, None)] == [
+        "base · full",
+        "grpo · full",
+        "grpo · awq",
+    ]
     shutil.rmtree(tmp_path / "base-awq")
     uri, _ = logged("base", "awq", parent=base[1])
-    subjects = step.subjects(settings, None, None)
+    subjects = step.check_subjects(settings, None, None)
     assert [cell.label for cell in subjects] == ["base · full", "grpo · full", "grpo · awq", "base · awq"]
     assert all((cell.path / "model.safetensors").is_file() for cell in subjects) and uri.removeprefix(
         "models:/"

@@ -20,7 +20,7 @@ from qrl.train import Job, grpo, merge
 
 
 def main() -> None:
-    process.settle()
+    process.prepare_process()
     name, seed, *given = sys.argv[1:]
     settings = recipe.load(name, {"seed": seed} | dict(each.split("=", 1) for each in given))
     asked = {"task": settings.task, "template": settings.prompt, "device": "cpu"}
@@ -34,7 +34,8 @@ def main() -> None:
 
     heldout = tasks.load(settings.task, "heldout", settings.evaluate.n, settings.seed)
     before, after = (
-        cells.ask(cells.Cell("", "full", each), heldout, settings, "cpu").frame["correct"] for each in (tiny.PATH, path)
+        cells.answer_questions(cells.Cell("", "full", each), heldout, settings, "cpu").frame["correct"]
+        for each in (tiny.PATH, path)
     )
     gain = stats.contrast([after, before], (1, -1))
     print(

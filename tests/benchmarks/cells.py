@@ -18,7 +18,7 @@ from qrl.steps import answers, evaluate
 @click.option("--cells", type=int, default=2)
 @click.option("--n", type=int, default=768, help="Questions a cell.")
 def main(processes: int, cells: int, n: int) -> None:
-    process.settle()
+    process.prepare_process()
     settings = recipe.load("tiny")
     weights = checkpoint.check(tiny.PATH)
     stored = ("qrl-tiny", weights, weights.digest)

@@ -456,7 +456,7 @@ def _forget(folder: Path) -> None:
 if __name__ == "__main__":
     from qrl import process
 
-    process.settle()
+    process.prepare_process()
     parser = argparse.ArgumentParser()
     parser.add_argument("--memory", type=Path)
     parser.add_argument("--read", type=Path)

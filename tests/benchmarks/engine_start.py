@@ -26,11 +26,13 @@ def measure(model: str, kind: str, sequences: int, tokens: int) -> dict:
     import vllm
 
     from qrl.engine.vllm import GRAPHS_ALONE
-    from qrl.engine.vllm_support import shares
+    from qrl.engine.vllm_support import memory_options
 
     imported = time.monotonic()
     options = {"compiled": {}, "graphs": GRAPHS_ALONE, "eager": {"enforce_eager": True}}[kind]
-    engine = vllm.LLM(model, dtype="bfloat16", max_model_len=512, max_num_seqs=sequences, **shares(0.5, 2), **options)
+    engine = vllm.LLM(
+        model, dtype="bfloat16", max_model_len=512, max_num_seqs=sequences, **memory_options(0.5, 2), **options
+    )
     started = time.monotonic()
     sampling = vllm.SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True)
     prompts = [{"prompt_token_ids": [3 + (7 * row + place) % 250 for place in range(40)]} for row in range(sequences)]

@@ -70,7 +70,7 @@ def overlaps(name: str, trained, heldout) -> None:
     overlap = contamination.overlap(trained, heldout)
     took = time.process_time() - began
     print(
-        f"{name:32} {overlap.trained:,} × {overlap.heldout:,} in {took:.2f} s: {overlap.exact} whole questions, "
+        f"{name:32} {overlap.training:,} × {overlap.heldout:,} in {took:.2f} s: {overlap.exact} whole questions, "
         f"{overlap.shared} with {contamination.WORDS} words in a row ({overlap.share:.4f})"
     )
     for pair in [pair for pair in overlap.pairs if pair["words"]][:3]:
@@ -89,4 +89,4 @@ if __name__ == "__main__":
     if folder:
         overlaps("gsm8k", train, test)
     overlaps("arithmetic", load("arithmetic", "train", 4096, 0), heldout)
-    overlaps("arithmetic, base's corpus", corpus.sample(), heldout)
+    overlaps("arithmetic, base's corpus", corpus.sample_questions(), heldout)

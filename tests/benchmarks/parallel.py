@@ -141,7 +141,7 @@ def served(name: str, model: str, work: Path, *, check: bool) -> Iterator[None]:
     where, more = SERVERS[name]
     words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "bfloat16"]
     words += ["--port", URL.rpartition(":")[2], "--max-model-len", "1024"]
-    sizes = vllm_support.shares(0, CACHE_GIB)
+    sizes = vllm_support.memory_options(0, CACHE_GIB)
     words += [word for key, value in sizes.items() for word in (f"--{key.replace('_', '-')}", str(value))]
     words += more
     with open(work / "logs" / f"{name}-server.log", "w") as log:

@@ -53,7 +53,7 @@ def _make(given, folder: Path, device: str) -> None:
     scheme = f"rtn-{given.format}"
     # Texts are required, but not used: the training's own scales are stored beside the masters.
     texts = ["Tom has 3 apples. #### 3"] * 2 if scheme in choices.CALIBRATED else ()
-    options = choices.of(scheme, Quantize(calibration_samples=2), 0)
+    options = choices.settings_of(scheme, Quantize(calibration_samples=2), 0)
     quantize.run(scheme, done.path, folder / "stored", settings=options, calibration=texts)
     model, tokens = hf.load(folder / "stored", device, DTYPES[given.dtype])
     questions, prompts = _heldout(tokens, given.questions)

@@ -204,7 +204,7 @@ def trainer_of(case: dict, work: Path):
     trainer = GRPOTrainer(
         model=policy.load(base, train, device()),
         reward_funcs=reward.functions("arithmetic", train.rewards),
-        args=arguments.make(job, **engine),
+        args=arguments.grpo_config(job, **engine),
         train_dataset=arguments.dataset(rows),
         processing_class=hf.tokenizer(base),
         peft_config=policy.adapter(train),

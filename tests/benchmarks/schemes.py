@@ -25,7 +25,7 @@ HEAD = ("scheme", "bits a weight", "MB on disk", "seconds", "error after the las
 
 def main(schemes: list[str]) -> None:
     """Print a row per scheme as soon as it is measured."""
-    process.settle()
+    process.prepare_process()
     process.hush_transformers()
     tokens = hf.plain_tokenizer(tiny.PATH)
     texts = [prompt.training_text(tokens, question, TEMPLATE) for question in tasks.load("arithmetic", "train", 128, 0)]
@@ -42,7 +42,11 @@ def main(schemes: list[str]) -> None:
 
 
 def correct(scheme: str, path: Path, questions: list) -> np.ndarray:
-    return cells.ask(cells.Cell("base", scheme, path), questions, RECIPE, "cpu").frame["correct"].to_numpy(float)
+    return (
+        cells.answer_questions(cells.Cell("base", scheme, path), questions, RECIPE, "cpu")
+        .frame["correct"]
+        .to_numpy(float)
+    )
 
 
 if __name__ == "__main__":

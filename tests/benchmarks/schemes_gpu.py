@@ -97,7 +97,7 @@ def make(shape: str, scheme: str, weights: Path, probe: bool) -> dict:
     from qrl.recipe import Quantize
     from qrl.tasks import prompt
 
-    process.settle()
+    process.prepare_process()
     process.hush_transformers()
     folder = weights / f"{shape}-{scheme}"
     with _alone(folder):
@@ -110,7 +110,7 @@ def make(shape: str, scheme: str, weights: Path, probe: bool) -> dict:
             prompt.training_text(tokens, question, "answer-line")
             for question in tasks.load("arithmetic", "train", CALIBRATION, 0)
         ]
-        chosen = settings.of(scheme, Quantize(calibration_samples=CALIBRATION), 0)
+        chosen = settings.settings_of(scheme, Quantize(calibration_samples=CALIBRATION), 0)
         made = quantize.run(
             scheme, origin, folder, settings=chosen, calibration=texts, probe=texts if probe else (), device=_device()
         )

@@ -32,7 +32,7 @@ def run(*words: str, cwd: Path = ROOT, **variables: str) -> subprocess.Completed
 @pytest.fixture
 def here(monkeypatch, capsys):
     """Run a command in this process, whose signals and libraries keep their settings; exit code and stderr."""
-    monkeypatch.setattr(ending.process, "settle", lambda: None)
+    monkeypatch.setattr(ending.process, "prepare_process", lambda: None)
     monkeypatch.setattr(ending.signals, "guard", lambda **_: None)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
@@ -553,7 +553,7 @@ def test_a_step_is_handed_over_with_its_options_as_typed_after_a_check(monkeypat
     monkeypatch.setenv("QRL_API_KEY", "")
     monkeypatch.setattr(build, "environment_for", lambda *_: tmp_path)
     monkeypatch.setattr(environments, "hand_over", lambda *arguments: done.append(arguments))
-    monkeypatch.setattr(serve, "check", lambda *_, **where: done.append(where))
+    monkeypatch.setattr(serve, "check_stage", lambda *_, **where: done.append(where))
     words = ["serve", "--stage", "base", "--engine", "vllm", "--follow", "--api-key", "secret", "--device", "cuda"]
     cli.cli.main([*words, "--gpu-memory-utilization", "0.3"], standalone_mode=False)
     checked, (folder, step, options) = done

@@ -77,8 +77,8 @@ def test_a_step_counts_the_gpus_that_its_job_asked_for(wanted, seen, refused, mo
         script = Slurm().script(job(SLURM | {"steps": {"train": {"gpus": 2, "nodes": nodes}}}))
         assert " --gpus 2 " in script.splitlines()[-1]
     assert "--gpus" not in Slurm().script(job(SLURM | {"steps": {}}))
-    monkeypatch.setenv(device.ASKED, "2")
-    assert device.ASKED not in driver.environment()  # of a job that a study's job submits
+    monkeypatch.setenv(device.GPUS_VARIABLE, "2")
+    assert device.GPUS_VARIABLE not in driver.environment()  # of a job that a study's job submits
     monkeypatch.setattr(device, "gpus", lambda _device: seen)
     monkeypatch.setattr(device, "_sees_gpu", lambda: seen > 0)
     if not refused:

@@ -159,7 +159,7 @@ def test_partial_credit_has_t_intervals_no_mcnemar_and_no_right_or_wrong(frame, 
     assert (answers.right_to_wrong, answers.wrong_to_right) == ((nf4 < full).sum(), (nf4 > full).sum())
     text = found.markdown()
     assert "p of gain (t)" in text and "| less credit | more credit |" in text and "right → wrong" not in text
-    assert set(found.changed_shown()["change"]) == {"less credit", "more credit", "right → wrong", "wrong → right"}
+    assert set(found.changed_sample()["change"]) == {"less credit", "more credit", "right → wrong", "wrong → right"}
     credit.astype({"correct": str}).to_csv(tmp_path / "credit.csv", index=False)
     assert compare.compare(tmp_path / "credit.csv").table_json() == found.table_json()
     credit.to_parquet(tmp_path / "credit.parquet")
@@ -260,9 +260,9 @@ def test_full_is_shown_with_the_dtype_it_was_computed_in_and_called_full_everywh
         frame["variant"].map({"base": "float32", "grpo": "float16"}),
         frame["variant"].map({"base": "float32"}),
     ):
-        assert compare.from_questions(frame.assign(dtype=mixed)).shown("full") == "full"
+        assert compare.from_questions(frame.assign(dtype=mixed)).scheme_label("full") == "full"
     quantized = frame["scheme"].map({"full": "float32", "nf4": "float16", "awq": "float16"})
-    assert compare.from_questions(frame.assign(dtype=quantized)).shown("full") == "full (fp32)"
+    assert compare.from_questions(frame.assign(dtype=quantized)).scheme_label("full") == "full (fp32)"
 
 
 def test_gain_survival_is_a_difference_of_two_gains(comparison):
@@ -400,12 +400,12 @@ def test_margins_and_cells_out_of_range(comparison):
 def test_groups_of_another_size_are_shown_with_their_scheme(frame):
     sizes = frame["scheme"].map({"awq": 64, "nf4": 128})
     shown = compare.from_questions(frame.assign(group_size=sizes))
-    assert [shown.shown(scheme) for scheme in shown.schemes] == ["full", "nf4", "awq (groups of 64)"]
+    assert [shown.scheme_label(scheme) for scheme in shown.schemes] == ["full", "nf4", "awq (groups of 64)"]
     assert "| awq (groups of 64) |" in shown.markdown() and "nf4 (groups" not in shown.markdown()
     assert shown.table_json()["awq"]["label"] == "awq (groups of 64)"
     other = compare.from_questions(frame.assign(group_size=sizes.where(frame["question"] != "q0", 32)))
-    assert other.shown("awq") == "awq"  # of two sizes none is named
-    assert compare.from_questions(frame).shown("awq") == "awq"
+    assert other.scheme_label("awq") == "awq"  # of two sizes none is named
+    assert compare.from_questions(frame).scheme_label("awq") == "awq"
 
 
 @pytest.mark.parametrize("margin", ["0.1", True, math.nan, 0, 1])

@@ -42,13 +42,13 @@ def test_a_file_gives_the_numbers_of_its_frame_and_its_texts_stay_in_it(rows, mo
     assert found.table_json() == whole.table_json() and found.metrics() == whole.metrics()
     assert read and not any(columns & TEXTS for columns, _ in read)
     read.clear()
-    pd.testing.assert_frame_equal(found.changed_shown(), whole.changed_shown())
+    pd.testing.assert_frame_equal(found.changed_sample(), whole.changed_sample())
     ranked = [ranking.measure(each) for each in (compare.read_questions(str(path), whole=False), frame)]
-    pd.testing.assert_frame_equal(*(each.changed_shown() for each in ranked))
-    assert ranking.as_json(ranked[0]) == ranking.as_json(ranked[1]) and len(ranked[0].changed_shown())
+    pd.testing.assert_frame_equal(*(each.changed_sample() for each in ranked))
+    assert ranking.as_json(ranked[0]) == ranking.as_json(ranked[1]) and len(ranked[0].changed_sample())
     read.clear()
-    found.changed_shown()
-    assert len(whole.changed_shown()) and sum(count for columns, count in read if "completion" in columns) <= 2 * len(
+    found.changed_sample()
+    assert len(whole.changed_sample()) and sum(count for columns, count in read if "completion" in columns) <= 2 * len(
         frame
     )
 

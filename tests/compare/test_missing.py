@@ -8,7 +8,7 @@ import pytest
 
 from qrl import cli, compare
 from qrl.compare import ranking
-from qrl.compare.missing import filled
+from qrl.compare.missing import fill
 from qrl.errors import BadInput
 
 CELLS = [("base", "full"), ("grpo", "full"), ("base", "nf4"), ("grpo", "nf4")]
@@ -120,7 +120,7 @@ def test_the_command_and_the_ranking_say_how_many(tmp_path, capsys):
     assert "lacked 12 answer(s)" in capsys.readouterr().out
     changed = json.loads((tmp_path / "out" / "changed_answers.json").read_text())
     assert "completion" in changed["columns"]
-    assert "lacked 12 answer(s)" in ranking.markdown(ranking.measure(filled(frame[~is_lacking(frame)], "wrong")))
+    assert "lacked 12 answer(s)" in ranking.markdown(ranking.measure(fill(frame[~is_lacking(frame)], "wrong")))
     counts = ["compare", "--counts", "c.json", *options]
     with pytest.raises(BadInput, match="--missing is about files of --questions or --logs"):
         cli.cli.main(counts, standalone_mode=False)

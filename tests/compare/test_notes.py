@@ -32,7 +32,7 @@ def study(trained=SAME, quantized=SAME, **more):
 
 
 def alike(frame):
-    return notes.alike(compare.from_questions(frame).answered)
+    return notes.find_alike(compare.from_questions(frame).answered)
 
 
 def test_variants_with_equal_texts_are_found_by_scheme():
@@ -64,7 +64,7 @@ def test_texts_are_read_from_files_where_the_table_does_not_hold_them(tmp_path):
 
 
 def test_a_note_for_each_training_with_warnings_first():
-    found = notes.of_updates(
+    found = notes.notes_on_updates(
         [
             notes.Stored("grpo", "0", WHOLE, "train.store_dtype=fp32"),
             notes.Stored("sft", "", LOST, "train.store_dtype=fp32"),
@@ -77,7 +77,7 @@ def test_a_note_for_each_training_with_warnings_first():
 
 def test_the_notes_stand_in_the_table_and_beside_it(tmp_path):
     comparison = compare.from_questions(study(trained=OTHER, group_size=64.0))
-    found = [*steps.notes_on(comparison), *notes.of_updates([notes.Stored("grpo", "", LOST, "x")])]
+    found = [*steps.notes_on(comparison), *notes.notes_on_updates([notes.Stored("grpo", "", LOST, "x")])]
     text = steps.write(comparison, tmp_path, found)
     assert json.loads((tmp_path / names.NOTES_JSON).read_text()) == found
     (warning,) = re.findall(r"- \*\*Warning:\*\* base and grpo gave the same text .*", text)
@@ -96,4 +96,4 @@ def test_a_large_table_without_equal_answers_is_not_searched_in_its_texts(monkey
         raise AssertionError("texts were read")
 
     monkeypatch.setattr(notes, "_texts", refuse)
-    assert notes.alike(compare.from_questions(frame).answered) == []
+    assert notes.find_alike(compare.from_questions(frame).answered) == []

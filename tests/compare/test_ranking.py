@@ -221,12 +221,12 @@ def test_the_answers_stand_in_table_json_metrics_and_figure(tmp_path):
 
 
 def test_changed_answers_name_method_reference_and_seed_and_are_bounded():
-    table = ranking.measure(answered()).changed_shown()
+    table = ranking.measure(answered()).changed_sample()
     assert list(table)[:6] == ["method", "scheme", "reference", "seed", "change", "question"]
     assert table.groupby(["method", "scheme", "change"]).size().max() == answers.SHOWN
     assert set(table.loc[table["method"] == "qlora", "reference"]) == {"grpo · full"}
     alike = answered().assign(correct=1)
-    assert ranking.measure(alike).changed_shown().empty
+    assert ranking.measure(alike).changed_sample().empty
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,9 @@ def asked(engine: str) -> Recipe:
 
 def test_a_missing_vllm_is_an_error_with_advice():
     with pytest.raises(BadInput, match=r"vLLM.*evaluate\.engine=transformers"):
-        cells.ask(cells.Cell("base", "full", tiny.PATH), load("arithmetic", "heldout", 2, 0), asked("vllm"), "cpu")
+        cells.answer_questions(
+            cells.Cell("base", "full", tiny.PATH), load("arithmetic", "heldout", 2, 0), asked("vllm"), "cpu"
+        )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +114,7 @@ def answered(tmp_path_factory, python_of):
 @pytest.mark.slow
 def test_answers_are_those_of_transformers_on_nearly_all_questions(answered):
     rows, receipt = answered()
-    ours = cells.ask(
+    ours = cells.answer_questions(
         cells.Cell("base", "full", tiny.PATH), load("arithmetic", "heldout", N, 0), asked("transformers"), "cpu"
     )
     assert list(rows.columns) == list(ours.frame.columns)
@@ -132,7 +134,7 @@ def test_answers_are_those_of_transformers_on_nearly_all_questions(answered):
 def test_three_bits_are_answered_unpacked_as_transformers_answers_them(answered, tmp_path):
     path = quantize.run("rtn-int3", tiny.PATH, tmp_path / "int3").path
     rows, receipt = answered(path, unpacked=True)
-    ours = cells.ask(
+    ours = cells.answer_questions(
         cells.Cell("base", "rtn-int3", path), load("arithmetic", "heldout", N, 0), asked("transformers"), "cpu"
     )
     assert (rows["completion"] == ours.frame["completion"]).mean() >= 0.95
@@ -153,8 +155,8 @@ def test_weights_alone_are_unpacked_for_the_engine_of_full_precision(
         quantize.run(scheme, tiny_checkpoint, path)
     settings = Recipe(evaluate=Evaluate(engine="vllm", dtype="bf16", unpacked=unpacked))
     own = loaded == "stored" and scheme != "full"
-    assert cells.engine_of(path, scheme, settings) == (False, own), "cells that share an engine follow each other"
-    assert cells.engine_of(path, f"{scheme}+kv-fp8", settings) == (True, own)
+    assert cells.engine_sort_key(path, scheme, settings) == (False, own), "cells that share an engine follow each other"
+    assert cells.engine_sort_key(path, f"{scheme}+kv-fp8", settings) == (True, own)
     with cells._loadable(path, settings, "cpu") as folder:
         assert folder.name == loaded
         if loaded == "plain":
@@ -244,8 +246,8 @@ def test_an_engine_is_kept_for_cells_that_differ_in_weights_alone(monkeypatch):
 
 
 def test_a_cache_of_fixed_size_leaves_the_share_of_memory_out():
-    assert vllm_support.shares(0.5, None) == {"gpu_memory_utilization": 0.5}
-    fixed = vllm_support.shares(0.5, 1)
+    assert vllm_support.memory_options(0.5, None) == {"gpu_memory_utilization": 0.5}
+    fixed = vllm_support.memory_options(0.5, 1)
     assert fixed["kv_cache_memory_bytes"] == 2**30 and fixed["gpu_memory_utilization"] < 0.05
     with_it = recipe.load("tiny", {"evaluate.kv_cache_gib": "4"})
     key = [keys.cell(settings, "base", "full", "digest", "cuda") for settings in (with_it, recipe.load("tiny"))]
@@ -287,11 +289,15 @@ def test_activations_of_four_bits_are_rounded_in_software_where_a_gpu_cannot_mul
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     assert vllm_support.emulation_options(path, "cuda") == options
     assert vllm_support.emulation_options(path, "cpu") == {}
-    said = vllm_support.departs(path, {"CompressedTensorsW4A4Fp4/MarlinNvFp4LinearKernel": 16, "FlashAttentionImpl": 4})
+    said = vllm_support.describe_departure(
+        path, {"CompressedTensorsW4A4Fp4/MarlinNvFp4LinearKernel": 16, "FlashAttentionImpl": 4}
+    )
     assert said.startswith("activations not rounded to") is (scheme in ("nvfp4", "fp8"))
     assert ("float4" in said) is (scheme == "nvfp4")
-    assert ("in software" in vllm_support.departs(path, ["EmulationNvFp4LinearKernel"])) is (scheme in ("nvfp4", "fp8"))
-    assert vllm_support.departs(path, ["CutlassNvFp4LinearKernel"]) == ""
+    assert ("in software" in vllm_support.describe_departure(path, ["EmulationNvFp4LinearKernel"])) is (
+        scheme in ("nvfp4", "fp8")
+    )
+    assert vllm_support.describe_departure(path, ["CutlassNvFp4LinearKernel"]) == ""
 
 
 EMULATED = """

@@ -129,7 +129,7 @@ def asked_thrice(temperature=1.0, samples=3):
     cell = cells.Cell("base", "full", tiny.PATH)
     settings = Evaluate(samples=samples, temperature=temperature, max_new_tokens=48, batch_size=8)
     recipe = Recipe(task="arithmetic", prompt="plain", seed=3, evaluate=settings)
-    return questions, cells.ask(cell, questions, recipe, "cpu")
+    return questions, cells.answer_questions(cell, questions, recipe, "cpu")
 
 
 def test_a_cell_with_samples_has_a_row_for_each_and_scores_questions_not_answers():
@@ -162,7 +162,7 @@ def test_solutions_beyond_the_positions_are_left_out_unless_these_are_scaled(rop
     settings = Evaluate(max_new_tokens=4, batch_size=8, perplexity=True)
     recipe = Recipe(task="arithmetic", prompt="plain", evaluate=settings)
     questions = tasks.load("arithmetic", "heldout", 12, 0)
-    found = cells.ask(cells.Cell("base", "full", path), questions, recipe, "cpu").frame
+    found = cells.answer_questions(cells.Cell("base", "full", path), questions, recipe, "cpu").frame
     assert found["reference_logprob"].notna().all() == all_known
 
 
@@ -171,7 +171,7 @@ def test_a_prompt_that_fills_all_positions_is_refused_and_copies_of_questions_ar
     recipe = Recipe(task="arithmetic", prompt="plain", evaluate=Evaluate(max_new_tokens=4, batch_size=8))
     long_question = replace(questions[1], question="apples " * 600)
     with pytest.raises(BadInput, match=rf"Question {long_question.id} .* tokens, but the model was made for 512"):
-        cells.ask(cells.Cell("base", "full", tiny.PATH), [questions[0], long_question], recipe, "cpu")
+        cells.answer_questions(cells.Cell("base", "full", tiny.PATH), [questions[0], long_question], recipe, "cpu")
     assert question_sets.describe_repeated(questions) == ""
     assert question_sets.describe_repeated(
         [*questions, replace(questions[0], id="copy", question=questions[0].question.upper())]
@@ -191,7 +191,9 @@ def test_perplexity_reads_the_worked_solutions_and_changes_no_answer():
     bare = replace(questions[5], solution=f"#### {questions[5].answer}")  # no more than the answer
     cell, (plain, read) = cells.Cell("base", "full", tiny.PATH), ({}, {"perplexity": True})
     answers = [
-        cells.ask(cell, [*questions[:5], bare], Recipe(task="arithmetic", prompt="plain", evaluate=settings), "cpu")
+        cells.answer_questions(
+            cell, [*questions[:5], bare], Recipe(task="arithmetic", prompt="plain", evaluate=settings), "cpu"
+        )
         for settings in (Evaluate(max_new_tokens=48, batch_size=8, **more) for more in (plain, read))
     ]
     assert list(answers[0].frame["completion"]) == list(answers[1].frame["completion"])
@@ -277,7 +279,7 @@ def test_rows_of_math_carry_subject_level_and_what_the_grader_could_not_do(monke
         for i, level in enumerate(levels)
     ]
     recipe = Recipe(task="math", prompt="boxed", evaluate=Evaluate(max_new_tokens=5, batch_size=3))
-    answers = cells.ask(cells.Cell("base", "full", tiny.PATH), questions, recipe, "cpu")
+    answers = cells.answer_questions(cells.Cell("base", "full", tiny.PATH), questions, recipe, "cpu")
     assert list(answers.frame["correct"]) == [0, 1, 0]
     assert list(answers.frame["subject"]) == ["Algebra"] * 3
     assert list(answers.frame["level"].dropna()) == [1, 5]

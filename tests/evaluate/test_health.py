@@ -52,24 +52,25 @@ def test_many_leaks_break_their_limit_and_it_is_named(n, leaked):
 )
 def test_a_note_says_what_quantization_did_to_the_answers(here, beyond, note):
     rates = health.rates(here)
-    found = health.broken(rates, Evaluate(), 100)
+    found = health.broken_metrics(rates, Evaluate(), 100)
     assert set(found) == beyond
     assert health.note(rates, health.rates(rows(unfinished=3)), found) == note
 
 
 def test_unfinished_answers_of_a_marked_cell_are_wrong_and_the_mark_can_be_taken_off():
     frame = rows(unfinished=16, unreadable=10)
-    marked = health.marked(frame, "16 % unfinished")
+    marked = health.with_note(frame, "16 % unfinished")
     assert marked["correct"].tolist() == [1] * 84 + [0] * 16
     assert set(marked[names.UNHEALTHY]) == {"16 % unfinished"}
-    pd.testing.assert_frame_equal(health.unmarked(marked), frame)
-    assert health.unmarked(frame) is frame
+    pd.testing.assert_frame_equal(health.without_note(marked), frame)
+    assert health.without_note(frame) is frame
 
 
 def test_the_answers_that_a_message_shows_are_those_that_broke_the_limit():
     def shown(frame: pd.DataFrame) -> list[str]:
         return [
-            line.partition(" ")[0] for line in health.breaking(frame, health.broken(health.rates(frame), limits, 100))
+            line.partition(" ")[0]
+            for line in health.lines_of_broken(frame, health.broken_metrics(health.rates(frame), limits, 100))
         ]
 
     limits = Evaluate()
@@ -78,5 +79,5 @@ def test_the_answers_that_a_message_shows_are_those_that_broke_the_limit():
     assert shown(rows(unfinished=16, unreadable=40)) == ["q84", "q85"]  # which cannot be read either
     apart = rows(unfinished=16).assign(parsed=[None] * 40 + ["7"] * 60)
     assert shown(apart) == ["q84", "q85", "q0", "q1"]
-    (line, _) = health.breaking(rows(unfinished=16), [names.TRUNCATION_RATE])
+    (line, _) = health.lines_of_broken(rows(unfinished=16), [names.TRUNCATION_RATE])
     assert "unfinished" in line and line.endswith("answer 84")

@@ -18,14 +18,14 @@ VLLM = {"evaluate.engine": "vllm", "device": "cpu"}
 
 
 def test_it_is_the_plain_schemes_checkpoint_under_a_key_of_its_own(store):
-    cells = steps.check(recipe.load("tiny", VLLM), f"base:full+kv-fp8={tiny.PATH},base:full={tiny.PATH}")
+    cells = steps.check_cells(recipe.load("tiny", VLLM), f"base:full+kv-fp8={tiny.PATH},base:full={tiny.PATH}")
     (in_fp8, plain) = cells.values()
     assert list(cells) == [("base", "full+kv-fp8"), ("base", "full")] and in_fp8 == plain
     settings = recipe.load("tiny", VLLM)
     first, second = (keys.cell(settings, *cell, plain[1].digest, "cpu") for cell in cells)
     assert first != second
     with pytest.raises(BadInput, match="stored as full precision: expected awq"):
-        steps.check(settings, f"base:awq+kv-fp8={tiny.PATH}")
+        steps.check_cells(settings, f"base:awq+kv-fp8={tiny.PATH}")
     with pytest.raises(BadInput, match="no scheme 'awq\\+kv': expected one of"):
         lists.parse_cell("grpo:awq+kv")
 
@@ -33,7 +33,7 @@ def test_it_is_the_plain_schemes_checkpoint_under_a_key_of_its_own(store):
 @pytest.mark.parametrize("cell", ["base:full+kv-fp8", "grpo:awq+kv-fp8"])
 def test_transformers_is_refused_before_the_weights_are_looked_at(cell):
     with pytest.raises(BadInput, match=r"\+kv-fp8 needs vLLM.* the engine is transformers"):
-        steps.check(recipe.load("tiny"), f"{cell}=no such folder")
+        steps.check_cells(recipe.load("tiny"), f"{cell}=no such folder")
 
 
 @pytest.mark.parametrize(

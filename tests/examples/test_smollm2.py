@@ -92,7 +92,7 @@ def test_a_recipe_names_files_that_exist_and_cells_that_it_makes(name):
     settings = recipe.load(str(FOLDER / name))
     assert ROOT / settings.task == FOLDER / "sums.py"
     assert ROOT / settings.model == fetch.MODEL
-    prompt.check(settings.task, settings.prompt)
+    prompt.check_task(settings.task, settings.prompt)
     assert prompt.messages("What is 1 + 2?", settings.prompt)[-1]["content"].startswith("What is 1 + 2? Answer")
     made = {"full", *settings.quantize.schemes}
     assert {stage.scheme for stage in settings.promote.declared} <= made

@@ -21,7 +21,7 @@ CELLS = [(variant, scheme) for variant in ("base", "grpo") for scheme in ("full"
 @pytest.fixture
 def in_process(monkeypatch):
     """Let a command run in this process, whose signals and libraries keep their settings."""
-    monkeypatch.setattr(ending.process, "settle", lambda: None)
+    monkeypatch.setattr(ending.process, "prepare_process", lambda: None)
     monkeypatch.setattr(ending.signals, "guard", lambda **_: None)
 
 
@@ -65,7 +65,7 @@ def test_other_names_for_columns_and_full_precision(tmp_path):
         assert verdicts(found) == verdicts(compare.from_questions(frame()))
         assert "| full (bf16) |" in found.markdown()
     ranked = ranking.measure(compare.read_questions(tmp_path / "q.jsonl", columns=names, reference="bf16"))
-    assert ranked.shown(("grpo", "full")) == "grpo · full (bf16)"
+    assert ranked.cell_label(("grpo", "full")) == "grpo · full (bf16)"
     counts = {"n": 100, "base": {"bf16": 60, "nf4": 58}, "grpo": {"bf16": 80, "nf4": 78}}
     assert "| full (bf16) |" in compare.compare(counts, reference="bf16").markdown()
     with pytest.raises(BadInput, match="the schemes are bf16, nf4"):
@@ -199,7 +199,7 @@ def test_names_that_the_file_lacks(words, says, tmp_path, capsys):
 
 def test_a_renaming_the_wrong_way_round_gets_a_hint():
     with pytest.raises(BadInput, match=r"no column 'correct'.* Our name comes first: --columns correct=hit\."):
-        tables.records(frame().rename(columns={"correct": "hit"}), {"hit": "correct"})
+        tables.read_rows(frame().rename(columns={"correct": "hit"}), {"hit": "correct"})
 
 
 def test_values_of_no_label_get_a_sentence_too():
@@ -217,13 +217,13 @@ def test_values_of_no_label_get_a_sentence_too():
 def test_a_lone_surrogate_becomes_a_question_mark(tmp_path):
     rows = [{"variant": "base", "scheme": "full", "question": "q", "completion": "\ud800", "correct": 1}]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert tables.frame(tmp_path / "a.jsonl")["completion"].tolist() == ["?"]
+    assert tables.read_frame(tmp_path / "a.jsonl")["completion"].tolist() == ["?"]
 
 
 def test_a_cell_without_its_file(tmp_path):
     frame().to_csv(tmp_path / "a.csv", index=False)
     with pytest.raises(BadInput, match="'grpo' is no cell with its file"):
-        tables.records(f"base:full={tmp_path}/a.csv,grpo")
+        tables.read_rows(f"base:full={tmp_path}/a.csv,grpo")
 
 
 def test_the_samples_of_another_harness(tmp_path, capsys):

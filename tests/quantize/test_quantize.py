@@ -15,7 +15,7 @@ from qrl.recipe import Quantize
 
 
 def chosen(scheme: str, **recipe) -> settings.Settings:
-    return settings.of(scheme, Quantize(**recipe), 0)
+    return settings.settings_of(scheme, Quantize(**recipe), 0)
 
 
 @pytest.fixture(scope="module")

@@ -51,7 +51,7 @@ TEXTS = [f"Tom has {i} apples and buys {i + 2} more. How many does he have?" for
 
 
 def chosen(scheme: str, **recipe) -> settings.Settings:
-    return settings.of(scheme, Quantize(**recipe), 0)
+    return settings.settings_of(scheme, Quantize(**recipe), 0)
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +98,10 @@ def test_eight_bits_move_the_model_less_than_four(made):
 
 
 def test_rounded_activations_are_rounded_and_reported_as_simulated(made, tiny_checkpoint):
-    reports = {scheme: hf.simulated(made[scheme].path, "cpu") for scheme in SCHEMES}
+    reports = {scheme: hf.describe_departure(made[scheme].path, "cpu") for scheme in SCHEMES}
     rounded = {"fp8", "w8a8", "nvfp4", "mxfp8", "fp8-block", "w4afp8"}
     assert {scheme for scheme, words in reports.items() if "in software" in words} == rounded
-    assert reports["int8"] == "activations not rounded to int8" and hf.simulated(tiny_checkpoint, "cpu") == ""
+    assert reports["int8"] == "activations not rounded to int8" and hf.describe_departure(tiny_checkpoint, "cpu") == ""
     # A grid of 4 bits in groups of 16, and e4m3 with scales per group, per group and per token.
     for scheme, (least, most) in {
         "nvfp4": (0.01, 0.3),
@@ -312,15 +312,15 @@ def test_a_settings_digest_covers_exactly_the_settings_that_the_scheme_uses(tmp_
 def test_calibration_files_are_read_or_refused(tmp_path):
     file = tmp_path / "texts.jsonl"
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    assert task_rows.texts(file, 3) == TEXTS[:3]
+    assert task_rows.calibration_texts(file, 3) == TEXTS[:3]
     with pytest.raises(BadInput, match=r"8 calibration texts.* 9\b.*"):
-        task_rows.texts(file, 9)
+        task_rows.calibration_texts(file, 9)
     with pytest.raises(BadInput, match="cannot be read"):
-        task_rows.texts(tmp_path / "none.jsonl", 1)
+        task_rows.calibration_texts(tmp_path / "none.jsonl", 1)
     for broken in ('{"question": "?"}', '{"text": ""}', "[]", "{"):
         file.write_text(broken)
         with pytest.raises(BadInput, match="line 1 "):
-            task_rows.texts(file, 1)
+            task_rows.calibration_texts(file, 1)
 
 
 def cells(**changes) -> pd.DataFrame:
@@ -390,9 +390,9 @@ def test_a_calibration_file_may_hold_empty_lines_and_any_string(tmp_path):
         encoding="utf-8-sig",
     )
     with pytest.raises(BadInput, match=r"texts\.jsonl, line 5 "):
-        task_rows.texts(file, 1)
+        task_rows.calibration_texts(file, 1)
     file.write_text(file.read_text(encoding="utf-8").replace('" "', '"four"'), encoding="utf-8")
-    assert task_rows.texts(file, 2) == [line_end_of_unicode, "four"]
+    assert task_rows.calibration_texts(file, 2) == [line_end_of_unicode, "four"]
 
 
 @pytest.mark.parametrize("scheme", ["nf4", "gptq", "rtn-int4"])

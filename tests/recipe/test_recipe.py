@@ -282,7 +282,7 @@ def test_every_task_is_a_choice_and_every_recipes_prompt_asks_for_the_form_that_
         assert recipe.load("tiny", {"task": task}).task == task and task in recipe.fields()["task"][1]
     for name in recipe.names():
         loaded = recipe.load(name)
-        prompt.check(loaded.task, loaded.prompt)
+        prompt.check_task(loaded.task, loaded.prompt)
 
 
 def test_a_prompt_file_of_an_impossible_name_is_refused(tmp_path):
@@ -334,9 +334,9 @@ def test_a_recipe_holds_the_contents_of_its_prompt_file_so_that_the_file_may_go(
         "user": "Q: {question}\nA:",
         "tasks": ["arithmetic"],
     }
-    assert [turn["content"] for turn in prompt.messages("1?", prompt.of(loaded))] == ["Be brief.", "Q: 1?\nA:"]
+    assert [turn["content"] for turn in prompt.messages("1?", prompt.of_recipe(loaded))] == ["Be brief.", "Q: 1?\nA:"]
     with pytest.raises(BadInput, match="is for arithmetic, as its `tasks` say, but the task is gsm8k"):
-        prompt.check("gsm8k", loaded.prompt)
+        prompt.check_task("gsm8k", loaded.prompt)
 
 
 def test_what_a_run_recorded_of_a_mapping_is_read_back_as_it_was():

@@ -114,8 +114,8 @@ def test_all_that_is_wrong_is_told_at_once():
     expected = ["lora_rank-needs-an-adapter", "processes-need-parallel", "kv_cache-is-ignored-by-engine-transformers"]
     assert refused.value.rules == expected
     objections = Objections()
-    objections.check(rules.check, wrong)
-    objections.check(rules.check, wrong)  # each sentence once
+    objections.keep(rules.check, wrong)
+    objections.keep(rules.check, wrong)  # each sentence once
     assert [error.rule for error in objections.errors] == expected
 
 

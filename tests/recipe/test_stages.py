@@ -131,7 +131,7 @@ def test_a_stage_keeps_its_cell(store):
     declared = "int4=grpo:gptq;max_loss=0.1"
     decision = {"action": "promote", "stage": "int4", "version": 1, "declared": declared}
     pointers.append("qrl-tiny", lambda _history: decision)
-    assert registry.known("qrl-tiny")["int4"].max_loss == 0.1
+    assert registry.stages_of("qrl-tiny")["int4"].max_loss == 0.1
     with pytest.raises(BadInput, match="'qrl-tiny' is the cell grpo:gptq, but this recipe declares qat-int4:rtn-int4"):
-        registry.check_declared("qrl-tiny", recipe.load("qat-int4").promote.declared)
-    registry.check_declared("other", recipe.load("qat-int4").promote.declared)
+        registry.check_stages("qrl-tiny", recipe.load("qat-int4").promote.declared)
+    registry.check_stages("other", recipe.load("qat-int4").promote.declared)

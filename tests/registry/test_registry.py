@@ -268,7 +268,7 @@ def test_a_version_renders_chats_as_it_was_evaluated(evaluated, monkeypatch):
         described = mlflow.MlflowClient().get_model_version(name, str(number)).description
         assert ("chats rendered with `" in described) is (chat == off)
         settings = recipe.load(overrides={"registered_name": name, "device": "cpu"})
-        _, served = serving.check(settings, "base", host="127.0.0.1", port=0)
+        _, served = serving.check_stage(settings, "base", host="127.0.0.1", port=0)
         assert served.chat == json.loads(chat)
         _, tokens = qrl.load(name, "base", device="cpu")
         assert tokens.chat_template.startswith("{% set enable_thinking = False +%}") is (chat == off)
@@ -276,7 +276,7 @@ def test_a_version_renders_chats_as_it_was_evaluated(evaluated, monkeypatch):
         before = mlflow.MlflowClient().get_model_version(name, "1").tags[tag]
         mlflow.MlflowClient().set_model_version_tag(name, "1", tag, text)  # its gate judged another rendering
         with pytest.raises(GateRefused, match="are not what its gate judged"):
-            serving.check(settings, "base", host="127.0.0.1", port=0)
+            serving.check_stage(settings, "base", host="127.0.0.1", port=0)
         with pytest.raises(QrlError):
             _ = qrl.load(name, "base", device="cpu")
         mlflow.MlflowClient().set_model_version_tag(name, "1", tag, before)
@@ -548,7 +548,7 @@ def test_a_refused_version_says_that_it_cannot_be_loaded(version):
 
 def test_a_models_page_explains_its_stages_and_keeps_the_newest_table(version):
     client = mlflow.MlflowClient()
-    stages = registry.known(NAME).values()
+    stages = registry.stages_of(NAME).values()
     registry.publish(NAME, stages, "nothing is there to describe")
     version()
     registry.publish(NAME, stages)

@@ -68,11 +68,11 @@ def test_a_signed_version_is_loaded_and_any_other_is_refused(model_signing, keys
     address = mlflow.MlflowClient().get_model_version(NAME, "1").source
     assert signing.SIGNATURE in [file.path for file in list_artifacts(address)]
     folder = versions.verify(version)  # with the key that the decision records
-    assert versions.verify(version, signing.trusted(str(keys / "team.pub"))) == folder
+    assert versions.verify(version, signing.load_public_key(str(keys / "team.pub"))) == folder
     with pytest.raises(GateRefused, match="Key mismatch"):
-        versions.verify(version, signing.trusted(str(keys / "other.pub")))
+        versions.verify(version, signing.load_public_key(str(keys / "other.pub")))
     with pytest.raises(GateRefused, match="does not verify"):
-        versions.verify(version, signing.trusted(str(keys / "team-ca.crt")))
+        versions.verify(version, signing.load_public_key(str(keys / "team-ca.crt")))
     promote(run_id, require_signature=keys / "team.pub")  # it is signed already
     command = [sys.executable, "-m", "model_signing", "verify", "key", str(folder)]  # as somebody else would use it
     command += ["--public_key", str(keys / "team.pub"), "--signature", str(folder.parent / signing.SIGNATURE)]
@@ -80,7 +80,7 @@ def test_a_signed_version_is_loaded_and_any_other_is_refused(model_signing, keys
     own = subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
     assert own.returncode == 0, own.stderr
     settings = recipe.load(overrides={"registered_name": NAME, "promote.require_signature": str(keys / "other.pub")})
-    _, served = serve.check(settings, "base", host="127.0.0.1", port=0)
+    _, served = serve.check_stage(settings, "base", host="127.0.0.1", port=0)
     with pytest.raises(GateRefused, match="Key mismatch"):
         served.verify()
     (folder / "README.md").write_text("outside the digest, but signed")
@@ -102,10 +102,10 @@ def test_a_certificate_signs_for_its_authority(model_signing, keys, evaluated):
     version = promote(run_id, sign_with=chain, require_signature=keys / "team-ca.crt")
     versions.verify(version)
     with pytest.raises(GateRefused, match="does not verify"):
-        versions.verify(version, signing.trusted(str(keys / "other-ca.crt")))
+        versions.verify(version, signing.load_public_key(str(keys / "other-ca.crt")))
     promote(evaluated("base:full", changed="again")[0], sign_with=chain)
     with pytest.raises(GateRefused, match="does not verify"):
-        registry.rollback(NAME, "base", signing.trusted(str(keys / "other-ca.crt")))
+        registry.rollback(NAME, "base", signing.load_public_key(str(keys / "other-ca.crt")))
     assert registry.rollback(NAME, "base").version == 1
 
 
@@ -117,13 +117,13 @@ def test_a_wrong_key_is_bad_input(model_signing, keys, wrong):
     field, _, file = wrong.partition("=")
     settings = recipe.load(overrides={f"promote.{field}": str(keys / file)})
     with pytest.raises(BadInput, match=rf"{file}.*give"):
-        signing.keys(settings.promote)
+        signing.load_keys(settings.promote)
 
 
 def test_without_the_library_a_sentence_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "key.pub").write_text("any")
     monkeypatch.setitem(sys.modules, "model_signing.verifying", None)
     with pytest.raises(BadInput, match=r"uv pip install .* model-signing==1\.1\.1 pyopenssl"):
-        signing.trusted(str(tmp_path / "key.pub"))
+        signing.load_public_key(str(tmp_path / "key.pub"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert tuple(project["optional-dependencies"]["signing"]) == signing.PACKAGES

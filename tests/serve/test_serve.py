@@ -361,7 +361,7 @@ def test_missing_vllm_is_reported_in_one_sentence():
 
 def test_a_log_file_rotates_and_a_line_without_an_end_is_cut(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(log, "FILE_BYTES", 3000)
-    write = log.rotating(tmp_path / "logs" / "serve.log")
+    write = log.rotating_writer(tmp_path / "logs" / "serve.log")
     lines = io.StringIO("".join(f"INFO {number:04} {'x' * 90}\n" for number in range(400)) + "y" * 200_000)
     engine = log.EngineLog(lines, write)
     engine.join()
@@ -373,4 +373,4 @@ def test_a_log_file_rotates_and_a_line_without_an_end_is_cut(tmp_path, monkeypat
     assert "yyy" in capsys.readouterr().err  # the last lines of an engine that failed, also with a file
     (tmp_path / "taken").write_text("")
     with pytest.raises(BadInput, match=r"The log .*taken/serve\.log cannot be written"):
-        log.rotating(tmp_path / "taken" / "serve.log")
+        log.rotating_writer(tmp_path / "taken" / "serve.log")

@@ -253,7 +253,7 @@ def test_versions_that_are_no_longer_served_are_released(monkeypatch, tmp_path):
     released, first = [], Version("qrl-tiny", 1, "a", "grpo", "full")
     monkeypatch.setattr(step.fetched, "release", lambda besides: released.append(besides))  # noqa: PLW0108 - it is called by name
     monkeypatch.setattr(step.registry, "resolve", lambda _name, number: replace(first, version=number))
-    monkeypatch.setattr(step.versions, "admit", lambda version: tmp_path / str(version.version))
+    monkeypatch.setattr(step.versions, "check_gate", lambda version: tmp_path / str(version.version))
     monkeypatch.setattr(step.contents, "note", lambda *_, **__: None)
     stage = step._followed(first, ServedModel("qrl-tiny", 1, tmp_path / "1"), None, "")
     stage.on_switch(stage.admit(2), "2 serves now")

@@ -445,7 +445,9 @@ def test_a_quantized_model_gives_the_answers_that_evaluation_grades(scheme, tmp_
     path = quantize.run(scheme, tiny.PATH, tmp_path / scheme, calibration=[QUESTION] * 8).path
     questions = tasks.load("arithmetic", "heldout", 24, 0)
     recipe = Recipe(task="arithmetic", prompt="answer-line", evaluate=Evaluate(max_new_tokens=64, batch_size=1))
-    graded = cells.ask(cells.Cell("base", scheme, path), questions, recipe, "cpu").frame["completion"].tolist()
+    graded = (
+        cells.answer_questions(cells.Cell("base", scheme, path), questions, recipe, "cpu").frame["completion"].tolist()
+    )
     app = transformers_server.application(transformers_server.Model(path, "cpu", "auto"), NAME)
     with TestClient(app) as connection:
         chat = Chat(openai.OpenAI(base_url="http://testserver/v1", api_key="none", http_client=connection))

@@ -157,7 +157,7 @@ def test_a_served_scheme_answers_as_evaluation_does(scheme, register, stored, qu
         assert f'vllm:request_success_total{{engine="0",finished_reason="stop",model_name="{model}"}}' in metrics
     # MLflow itself dies of the signal; the server ends with 0.
     assert served.process.returncode == (-15 if scheme == "full" else 0)
-    ours = cells.ask(cells.Cell("base", scheme, path), questions, RECIPE, "cpu").frame
+    ours = cells.answer_questions(cells.Cell("base", scheme, path), questions, RECIPE, "cpu").frame
     correct = [
         verdict.strict for verdict in tasks.grade_many("arithmetic", texts, [question.answer for question in questions])
     ]

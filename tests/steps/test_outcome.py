@@ -17,7 +17,7 @@ from qrl.steps import outcome
     ],
 )
 def test_a_trained_model_is_quantized_next_by_the_scheme_that_it_was_trained_for(name, changes, scheme, capsys):
-    outcome.model(recipe.load(name, changes), "models:/m-1")
+    outcome.print_model(recipe.load(name, changes), "models:/m-1")
     assert f"quantize --scheme {scheme} --models base=qrl-tiny," in capsys.readouterr().out
 
 
@@ -34,4 +34,4 @@ def test_a_trained_model_is_quantized_next_by_the_scheme_that_it_was_trained_for
 )
 def test_cells_are_compared_as_far_as_one_table_can_hold_them(cells, together):
     run_ids = {cell: f"run of {cell}" for cell in cells.split()}
-    assert outcome.comparable(run_ids) == {cell: f"run of {cell}" for cell in together.split()}
+    assert outcome.comparable_cells(run_ids) == {cell: f"run of {cell}" for cell in together.split()}

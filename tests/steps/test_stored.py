@@ -41,7 +41,7 @@ def running_on(store, capsys, tmp_path) -> str:
         weights["model.embed_tokens.weight"][end] = 0
     save_file(weights, folder / checkpoint.WEIGHTS, metadata={"format": "pt"})
     with runs.step("quantize", settings()):
-        address, _ = record.own(settings(), folder, "base", "rtn-int2", parent=checkpoint.digest(tiny.PATH))
+        address, _ = record.log_own(settings(), folder, "base", "rtn-int2", parent=checkpoint.digest(tiny.PATH))
     return address
 
 
@@ -52,7 +52,7 @@ def never_asked(monkeypatch):
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("A cell was answered.")
 
-    return lambda: monkeypatch.setattr(cells, "ask", refuse)
+    return lambda: monkeypatch.setattr(cells, "answer_questions", refuse)
 
 
 def test_a_scheme_that_breaks_a_limit_counts_beside_a_healthy_full_precision(running_on, capsys):
@@ -105,7 +105,7 @@ def test_a_scheme_of_a_void_variant_is_void_and_not_answered(running_on, capsys)
 def test_all_that_is_wrong_with_cells_is_told_at_once(store):
     given = "base:full=qrl-tiny,base:nf4=qrl-tiny,grpo:none=qrl-tiny,grpo:awq=nowhere,base:full+kv-fp8=qrl-tiny"
     with pytest.raises(BadInput) as refused:
-        evaluate.check(settings(), given)
+        evaluate.check_cells(settings(), given)
     said = str(refused.value)
     assert said.startswith("4 things to correct:")
     for words in ("Cell base:nf4 was given qrl-tiny", "no scheme 'none'", "nowhere", "full+kv-fp8 needs vLLM"):

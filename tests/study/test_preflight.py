@@ -128,11 +128,13 @@ def test_a_limit_counts_as_broken_only_if_twenty_answers_show_it():
 
 
 def test_the_answers_shown_are_of_different_kinds_and_short():
-    shown = health.answers(answers(8, 4, 4))
+    shown = health.lines_of_answers(answers(8, 4, 4))
     assert [line.rpartition(" ")[2] for line in shown] == ["unread", "wrong"] and "expected 7" in shown[0]
-    assert [line.rpartition(" ")[2] for line in health.answers(answers(2, 0, 0))] == ["right", "right"]
+    assert [line.rpartition(" ")[2] for line in health.lines_of_answers(answers(2, 0, 0))] == ["right", "right"]
     long = answers(1, 1, 0).assign(completion="first\n\n" + "x" * 5000 + "\nlast")
-    assert all("first ⏎" in line and line.endswith("⏎ last") and len(line) < 400 for line in health.answers(long))
+    assert all(
+        "first ⏎" in line and line.endswith("⏎ last") and len(line) < 400 for line in health.lines_of_answers(long)
+    )
 
 
 def test_training_memory_is_sixteen_bytes_a_parameter_and_an_adapter_needs_less():
@@ -168,8 +170,8 @@ def test_fewer_questions_than_asked_for_are_said(tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(rows)
     own = recipe.load("tiny", {"task": "gsm8k", "data": str(tmp_path), "evaluate.n": "4"})
-    assert preflight.asked(own) == "3 held-out questions, all there are"
-    assert preflight.asked(study()) == "40 held-out questions"
+    assert preflight.describe_questions(own) == "3 held-out questions, all there are"
+    assert preflight.describe_questions(study()) == "40 held-out questions"
 
 
 def test_times_and_sizes_are_short():
@@ -242,13 +244,13 @@ def test_objections_are_one_sentence_or_a_list_and_hide_what_follows_from_them()
         raise BadInput(sentence)
 
     with pytest.raises(ZeroDivisionError):
-        found.check(lambda: 1 / 0)
-    assert found.check(lambda: 7) == 7 and found.check(refuse, "No a.") is None
-    assert found.check(lambda: 1 / 0) is None  # it may follow from the objection
+        found.keep(lambda: 1 / 0)
+    assert found.keep(lambda: 7) == 7 and found.keep(refuse, "No a.") is None
+    assert found.keep(lambda: 1 / 0) is None  # it may follow from the objection
     with pytest.raises(BadInput, match=r"\ANo a\.\Z"):
         found.insist()
     for sentence in ("No a.", "No b."):
-        found.check(refuse, sentence)
+        found.keep(refuse, sentence)
     with pytest.raises(BadInput, match=r"\A2 things to correct:\n- No a\.\n- No b\.\Z"):
         found.insist()
 

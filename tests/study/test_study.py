@@ -293,7 +293,7 @@ def test_raw_text_prompts_trip_the_gate_instead_of_giving_a_number(store):
     from qrl.evaluate import cells, health
     from qrl.recipe import Evaluate, Recipe
 
-    asked = cells.ask(
+    asked = cells.answer_questions(
         cells.Cell("base", "full", tiny.PATH),
         tasks.load("arithmetic", "heldout", 64, 0),
         Recipe(task="arithmetic", prompt="plain", evaluate=Evaluate(max_new_tokens=96, batch_size=64)),

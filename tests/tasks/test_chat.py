@@ -45,7 +45,7 @@ def settings(folder: Path, **more: str) -> recipe.Recipe:
 def test_training_calibration_evaluation_and_serving_see_the_same_ids(thinking, tmp_path, monkeypatch):
     own, question, seen = settings(thinking), QUESTIONS[0], {}
     tokens = hf.tokenizer(thinking)
-    seen["evaluation"] = prompt.render(tokens, question.question, prompt.of(own))
+    seen["evaluation"] = prompt.render(tokens, question.question, prompt.of_recipe(own))
     assert tokens.decode(seen["evaluation"]).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert (
         prompt.render(tokens, question.question, "plain")
@@ -61,11 +61,11 @@ def test_training_calibration_evaluation_and_serving_see_the_same_ids(thinking, 
     small = own.train.model_copy(update={"prompts_per_step": 2, "generations": 2, "micro_batch": 4, "steps": 1})
     data = {"base": thinking, "questions": QUESTIONS, "task": "arithmetic", "rollout": Rollout()}
     where = {"seed": 0, "device": "cpu", "work": tmp_path / "work", "out": tmp_path / "out"}
-    trainer = grpo.make_trainer(Job(settings=small, template=prompt.of(own), **data, **where))
+    trainer = grpo.make_trainer(Job(settings=small, template=prompt.of_recipe(own), **data, **where))
     rows = {row["answer"]: row["prompt"] for row in trainer.train_dataset}
     seen["training"] = trainer._tokenize_prompts([rows[question.answer]])[0][0]
 
-    messages = prompt.messages(question.question, prompt.of(own))
+    messages = prompt.messages(question.question, prompt.of_recipe(own))
     server = transformers_server.Model(thinking, "cpu", "fp32", OFF)
     body = json.dumps({"model": "any", "messages": messages}).encode()
     seen["serving"] = server.prompt(requests.parse(requests.Chat, body))
@@ -94,8 +94,8 @@ def test_a_variable_that_the_template_lacks_is_refused_before_a_model_is_loaded(
         for step in (
             lambda own=own: preflight.check(own, {}),
             lambda own=own: train.train(own),
-            lambda own=own: evaluate.check(own, None),
-            lambda own=own: quantize.sources(own, None),
+            lambda own=own: evaluate.check_cells(own, None),
+            lambda own=own: quantize.check_sources(own, None),
         ):
             with pytest.raises(BadInput, match=f"no variable of the model's chat template, {says}: leave it out"):
                 step()
@@ -119,10 +119,10 @@ def test_the_readmes_prompt_runs_and_is_kept_with_the_run_when_its_file_is_gone(
     assert run.data.params["prompt_hash"] == prompt.template_hash(own.prompt)
     (found,) = origin.find(run.info.run_id)  # what `qrl compare --cells RUN`, say, or a later step inherits
     inherited = recipe.load("auto", found.values)
-    system, user = prompt.messages("1 + 1?", prompt.of(inherited))
+    system, user = prompt.messages("1 + 1?", prompt.of_recipe(inherited))
     assert system["content"] == "You are a careful tutor." and user["content"].startswith("1 + 1?\n\nEnd with a line")
     with pytest.raises(BadInput, match="the task is math"):
-        prompt.check("math", inherited.prompt)
+        prompt.check_task("math", inherited.prompt)
 
 
 @pytest.mark.parametrize("value", [False, None, 3, -0.5, 'it\'s "%}" ü\n', ["a", {"b": True}], {}])
@@ -134,7 +134,7 @@ def test_a_fixed_variable_renders_as_a_given_one(value):
     )
     turns = [[{"role": "user", "content": "1?"}]]
     given, _ = render_jinja_template(turns, chat_template=template, x=value)
-    fixed, _ = render_jinja_template(turns, chat_template=prompt.fixed(template, {"x": value}))
+    fixed, _ = render_jinja_template(turns, chat_template=prompt.with_fixed_variables(template, {"x": value}))
     assert fixed == given
 
 
@@ -152,5 +152,5 @@ def test_a_template_that_gives_its_variable_a_default_has_it(thinking):
 def test_the_hash_covers_kwargs_and_is_as_ever_without(thinking):
     ever = {"answer-line": "48618343481ba38c", "boxed": "7cb44ea61af94913", "plain": "8fac4e7d5afe56a3"}
     assert {name: prompt.template_hash(name) for name in ever} == ever
-    assert prompt.template_hash(prompt.of(recipe.load("tiny"))) == ever["plain"]
-    assert prompt.template_hash(prompt.of(settings(thinking))) != ever["plain"]
+    assert prompt.template_hash(prompt.of_recipe(recipe.load("tiny"))) == ever["plain"]
+    assert prompt.template_hash(prompt.of_recipe(settings(thinking))) != ever["plain"]

@@ -50,24 +50,24 @@ def test_thirteen_words_count_and_twelve_do_not_regardless_of_case_and_punctuati
 
 def test_a_question_from_the_training_set_is_rejected_by_name():
     counts = overlap(questions("1?", LONG, split="train"), questions("2?", LONG, LONG))
-    assert (counts.exact, counts.shared, counts.heldout, counts.trained) == (2, 2, 3, 2)
+    assert (counts.exact, counts.shared, counts.heldout, counts.training) == (2, 2, 3, 2)
     with pytest.raises(
         BadInput, match=r"2 of 3 held-out questions are among .* word for word: the first is heldout-1 .* is train-1"
     ):
-        contamination.check(counts, "arithmetic", 1.0)
+        contamination.check_overlap(counts, "arithmetic", 1.0)
 
 
 def test_the_share_has_a_limit_by_task_or_by_recipe():
     counts = overlap(questions(LONG, split="train"), questions(LONG + " And then?", *map(str, range(99))))
     assert counts.share == 0.01 and counts.pairs[0]["words"] == "tom has 3 red apples and 4 green ones and gives 2 of"
-    contamination.check(counts, "gsm8k")
-    contamination.check(counts, "arithmetic")
+    contamination.check_overlap(counts, "gsm8k")
+    contamination.check_overlap(counts, "arithmetic")
     for task in ("gsm8k", "arithmetic"):
         with pytest.raises(
             BadInput,
             match=r"1 of 100 .*0\.0100.* train\.max_ngram_share = 0\.009 .* heldout-0 and train-0 share 'tom has",
         ):
-            contamination.check(counts, task, 0.009)
+            contamination.check_overlap(counts, task, 0.009)
 
 
 def test_real_gsm8k_shares_three_questions_and_none_whole():
@@ -75,23 +75,23 @@ def test_real_gsm8k_shares_three_questions_and_none_whole():
         pytest.skip("QRL_DATA_DIR names no folder with gsm8k/train.jsonl and gsm8k/test.jsonl")
     folder = str(Path(os.environ["QRL_DATA_DIR"], "gsm8k"))
     counts = overlap(load("gsm8k", "train", data=folder), load("gsm8k", "heldout", data=folder))
-    assert (counts.trained, counts.heldout, counts.exact, counts.shared) == (7473, 1319, 0, 3)
-    contamination.check(counts, "gsm8k")
+    assert (counts.training, counts.heldout, counts.exact, counts.shared) == (7473, 1319, 0, 3)
+    contamination.check_overlap(counts, "gsm8k")
 
 
 def test_generated_heldout_questions_are_in_neither_the_training_set_nor_the_corpus_of_qrl_tiny():
     heldout = load("arithmetic", "heldout", 1000, 0)
-    for trained in (load("arithmetic", "train", 4096, 0), corpus.sample(4096)):
+    for trained in (load("arithmetic", "train", 4096, 0), corpus.sample_questions(4096)):
         counts = overlap(trained, heldout)
         assert counts.exact == 0 < counts.shared < counts.heldout  # sentences are shared, questions are not
     assert overlap(heldout, heldout).exact == 1000
 
 
 def test_the_sample_of_qrl_tinys_corpus_is_the_text_it_was_trained_on():
-    assert [question.question for question in corpus.sample(50)] == [
+    assert [question.question for question in corpus.sample_questions(50)] == [
         question.question for question in corpus.Corpus().questions(60, 0)
     ][:50]
-    assert len({question.id for question in corpus.sample(50)}) == 50
+    assert len({question.id for question in corpus.sample_questions(50)}) == 50
 
 
 def test_a_comparison_imports_nothing_heavy():

@@ -40,7 +40,7 @@ def grade(completion, answer):
 
 def written(folder: Path, source: str, name: str = "mine.py") -> str:
     (folder / name).write_text(source)
-    own.read(str(folder / name))
+    own.read_source(str(folder / name))
     return str(folder / name)
 
 
@@ -52,7 +52,7 @@ def test_the_examples_questions_are_loaded_drawn_and_graded(tmp_path):
     first = heldout[0]
     assert tasks.grade(task, first.solution, first.answer) == Verdict(first.answer, True, True)
     assert tasks.grade(task, f"{first.answer}\n#### no", first.answer) == Verdict("no", False, True)
-    prompt.check(task, "answer-line")  # any template fits a file
+    prompt.check_task(task, "answer-line")  # any template fits a file
     assert own.function(task, "short")(["abcd"], ["x"]) == [-0.004]
 
 
@@ -265,7 +265,7 @@ def test_a_script_that_is_its_own_task_file_is_told_to_guard_its_main_code(tmp_p
     script = str(tmp_path / "mine.py")
     source = f"{LOAD}{GRADE}\nfrom qrl import tasks\nif __name__ != 'guarded':\n    tasks.grade({script!r}, '1', '1')\n"
     with pytest.raises(BadInput, match=r'loads itself: .*if __name__ == "__main__":'):
-        tasks.check(written(tmp_path, source))
+        tasks.check_task(written(tmp_path, source))
 
 
 def test_a_file_that_ends_the_process_that_loads_it_is_an_error_and_no_wrong_answer(tmp_path):
@@ -364,7 +364,7 @@ def test_data_files_that_a_task_names_belong_to_it(tmp_path):
     labels = []
     for text in ("one", "two"):
         (tmp_path / "words.txt").write_text(text)
-        own.read(str(file))
+        own.read_source(str(file))
         labels.append(tasks.label(str(file)))
     assert len(set(labels)) == 2 and all(label.startswith("words__1_-") for label in labels)
 

@@ -81,8 +81,8 @@ def test_an_unknown_template_and_a_tokenizer_without_chat_template_are_rejected(
 @pytest.mark.parametrize("task", TASKS)
 def test_a_template_asks_for_the_form_that_its_task_grades(task):
     fitting = {"math": "boxed", "deepmath": "boxed"}.get(task, "answer-line")
-    prompt.check(task, fitting)
-    prompt.check(task, "plain")
+    prompt.check_task(task, fitting)
+    prompt.check_task(task, "plain")
     other = "answer-line" if fitting == "boxed" else "boxed"
     with pytest.raises(BadInput, match=f"the task is {task}: expected prompt={fitting} or prompt=plain"):
-        prompt.check(task, other)
+        prompt.check_task(task, other)

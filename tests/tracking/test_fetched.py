@@ -52,7 +52,7 @@ def test_who_uploaded_a_model_never_downloads_it_and_sizes_are_compared(remote, 
     address, files = remote("a"), (tiny_checkpoint, checkpoint.files(tiny_checkpoint))
     fetched.check_sizes(address, *files)
     fetched.FOLDER.mkdir(parents=True)
-    fetched.keep(address, *files)
+    fetched.keep_uploaded(address, *files)
     kept = fetched.get(address, checkpoint.digest(tiny_checkpoint))
     assert not remote.made and (kept / "model.safetensors").samefile(tiny_checkpoint / "model.safetensors")
     stored = Path(address) / fetched.MODEL / "model.safetensors"

@@ -163,7 +163,7 @@ def test_a_format_of_a_file_counts_by_its_content(tmp_path):
     for content in ("a: 1", "a: 1", "a: 2"):
         file.write_text(content)
         own = recipe.load("tiny", typed)
-        settings = choices.of(names.RTN_FILE, own.quantize, 0)
+        settings = choices.settings_of(names.RTN_FILE, own.quantize, 0)
         made.append(
             (keys.trained(own, "m", "cpu"), keys.quantized(own, names.RTN_FILE, "m", "cpu"), settings.digest(None))
         )

@@ -111,4 +111,4 @@ def test_a_run_keeps_the_users_files_and_knows_them_from_edited_ones(store, tmp_
     (tmp_path / "reward.py").unlink()
     assert found.edited(found.values) == [task]  # a step that needs the one that is gone refuses itself
     with pytest.raises(BadInput, match=r"reward\.py cannot be read .*below files/"):
-        own.read(str(tmp_path / "reward.py"))
+        own.read_source(str(tmp_path / "reward.py"))

@@ -157,7 +157,7 @@ def test_a_launched_step_ends_where_it_stands_and_leaves_its_runs_to_its_launche
         assert not projects.mark_stopped(opened, signals.Stopped(signal.SIGTERM))
     else:
         assert projects.failure(opened) == ("Stopped by SIGTERM.", 143)
-    assert signals.left_by(opened) is None  # no note is left
+    assert signals.take_note(opened) is None  # no note is left
     ended = [(run.info.status, run.data.tags[names.TAG_REASON]) for run in mlflow.search_runs(output_format="list")]
     assert ended == [("KILLED", "Stopped by SIGTERM.")] * 2
 

@@ -125,17 +125,17 @@ def test_a_server_that_cannot_score_is_refused_before_training(served, tmp_path,
         check(max_completion_tokens=290)
     with pytest.raises(BadInput, match=r"teacher_server = .* has no effect: set train.teacher_placement = server"):
         check(teacher_placement="process")
-    found, kl = server.of(base, SMALL.model_copy(update={"teacher_server": served})), distill.divergence
-    server.compare(base, found, functools.partial(kl, reverse=0.0))
+    found, kl = server.connect(base, SMALL.model_copy(update={"teacher_server": served})), distill.divergence
+    server.check_same_model(base, found, functools.partial(kl, reverse=0.0))
     with pytest.raises(BadInput, match=r"is 0\.\d+ nats per token from .*: start it with this checkpoint"):
-        server.compare(checkpoint.check(away), found, functools.partial(kl, reverse=0.0))
+        server.check_same_model(checkpoint.check(away), found, functools.partial(kl, reverse=0.0))
     found.vocabulary = 9
     with pytest.raises(server.Refused, match=r"it knows a token \d+, but the teacher's checkpoint 9 tokens"):
         found.likeliest([5, 6, 7], 2)
 
 
 def test_a_server_that_ends_while_training_is_a_sentence(served):
-    found = server.of(checkpoint.check(tiny.PATH), SMALL.model_copy(update={"teacher_server": served}))
+    found = server.connect(checkpoint.check(tiny.PATH), SMALL.model_copy(update={"teacher_server": served}))
     found.address = "http://127.0.0.1:9"
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(QrlError, match=r"gave no scores .*: start it again as before, and run the same command"):

@@ -42,7 +42,7 @@ def model(request, tmp_path_factory):
 
 def stored(scheme, source, out, **chosen):
     given = Quantize(calibration_samples=2, calibration_max_tokens=64, **chosen)
-    quantize.run(scheme, source, out, settings=choices.of(scheme, given, 0), calibration=TEXTS)
+    quantize.run(scheme, source, out, settings=choices.settings_of(scheme, given, 0), calibration=TEXTS)
     return groups.stored(checkpoint.config(out)["quantization_config"])
 
 
@@ -67,9 +67,9 @@ def test_schemes_store_groups_that_divide_every_layer(scheme, model, tmp_path):
 def test_a_size_that_does_not_divide_is_refused_where_it_was_chosen(model):
     folder, size = model
     for scheme in ("awq", "gptq", "rtn-int4"):
-        quantize.check_fit(folder, choices.of(scheme, Quantize(), 0))
+        quantize.check_fit(folder, choices.settings_of(scheme, Quantize(), 0))
         with pytest.raises(BadInput, match=r"q_proj has \d+ inputs, which groups of 128 .*quantize\.group_size"):
-            quantize.check_fit(folder, choices.of(scheme, Quantize(group_size=128), 0))
+            quantize.check_fit(folder, choices.settings_of(scheme, Quantize(group_size=128), 0))
     prepare.check(Train(qat="int4"), folder, size)
     with pytest.raises(BadInput, match=r"groups of 128 .*quantize\.group_size = auto"):
         prepare.check(Train(qat="int4"), folder, 128)
@@ -122,4 +122,4 @@ def test_training_storing_and_the_table_have_one_group_size(store, tmp_path_fact
     evaluating.evaluate(chosen, ",".join(f"{cell}={address}" for cell, address in cells.items()))
     evaluated = [run for run in newest("evaluate") if "variant" in run.data.params]
     rows = pd.concat([pd.read_parquet(contents.artifact(run.info.run_id, names.QUESTIONS)) for run in evaluated])
-    assert from_questions(rows).shown("rtn-int4") == "rtn-int4 (groups of 64)"
+    assert from_questions(rows).scheme_label("rtn-int4") == "rtn-int4 (groups of 64)"

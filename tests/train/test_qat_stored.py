@@ -76,7 +76,7 @@ def store(source, out, name):
     own = str(name).endswith(".yaml")
     scheme = names.RTN_FILE if own else f"{names.ROUNDED_PREFIX}{name}"
     recipe = Quantize(calibration_samples=2, calibration_max_tokens=64, format=str(name) if own else None)
-    settings = choices.of(scheme, recipe, 0)
+    settings = choices.settings_of(scheme, recipe, 0)
     return quantize.run(
         scheme, source, out, settings=settings, calibration=TEXTS if scheme in choices.CALIBRATED else ()
     )
@@ -176,7 +176,7 @@ def test_a_format_of_a_file_needs_the_file_and_names_the_variant():
         "qad-a",
     )
     with pytest.raises(BadInput, match=r"set quantize\.format to FILE\.yaml"):
-        choices.of(names.RTN_FILE, Quantize(), 0)
+        choices.settings_of(names.RTN_FILE, Quantize(), 0)
     with pytest.raises(BadInput, match=r"There is no file .*none\.yaml: expected a format"):
         prepare.check(Train(qat="none.yaml"), tiny.PATH)
 

@@ -73,7 +73,7 @@ def test_the_stored_model_keeps_the_scales_that_were_calibrated(trained, tmp_pat
     folder, done, _ = trained
     scales = linears.read_activation_scales(done.path)
     assert scales == linears.read_activation_scales(folder / "work") and len(scales) == 4 * 7
-    settings = choices.of("rtn-nvfp4-a4", Quantize(), 0)
+    settings = choices.settings_of("rtn-nvfp4-a4", Quantize(), 0)
     texts = [
         f"{question.question}\n#### {question.answer}" for question in QUESTIONS
     ]  # which a study gives, and nobody looks at

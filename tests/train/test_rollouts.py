@@ -483,7 +483,7 @@ def test_the_correction_reaches_trl(tmp_path):
     def made(sampling):
         data = {"base": tiny.PATH, "questions": (), "task": "arithmetic", "template": "plain", "seed": 0}
         folders = {"work": tmp_path, "out": tmp_path / "model"}
-        return arguments.make(Job(settings=Train(), device="cpu", rollout=sampling, **data, **folders))
+        return arguments.grpo_config(Job(settings=Train(), device="cpu", rollout=sampling, **data, **folders))
 
     masked = made(Rollout(engine="vllm", is_correction="token_mask", is_correction_max=1.5))
     assert masked.vllm_importance_sampling_correction and masked.vllm_importance_sampling_mode == "token_mask"

@@ -50,7 +50,7 @@ def test_what_is_sent_is_the_stored_checkpoint_bit_for_bit(name, tmp_path):
     shutil.copytree(tiny.PATH, tmp_path / "masters")
     model.save_pretrained(tmp_path / "masters")
     scheme = f"{names.ROUNDED_PREFIX}{name}"
-    settings = choices.of(scheme, Quantize(), 0)
+    settings = choices.settings_of(scheme, Quantize(), 0)
     quantize.run(scheme, tmp_path / "masters", tmp_path / "out", settings=settings, calibration=())
     linear.attach(model, name)
     sent = list(codes.named_codes(model, torch.float32))

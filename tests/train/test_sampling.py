@@ -34,7 +34,10 @@ def test_sampling_reaches_trl_and_the_defaults_are_its_own(tmp_path):
     from trl import GRPOConfig
 
     names = [*CHANGED, "mask_truncated_completions"]
-    plain, usual = arguments.make(job(tmp_path, Train(**SMALL))), GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    plain, usual = (
+        arguments.grpo_config(job(tmp_path, Train(**SMALL))),
+        GRPOConfig(output_dir=str(tmp_path), use_cpu=True),
+    )
     assert [getattr(plain, name) for name in names] == [getattr(usual, name) for name in names]
     settings = Train(mask_truncated=True, **CHANGED, **SMALL)
     trainer = grpo.make_trainer(job(tmp_path, settings))

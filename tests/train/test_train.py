@@ -96,7 +96,7 @@ def test_rollouts_cells_and_calibration_feed_the_weights_the_same_ids(template, 
     grpo.run(job(tmp_path, settings, questions=questions, template=template))  # TRL's data set, renderer and rollout
     cell = cells.Cell("base", "full", tiny.PATH)
     short = Recipe(task="arithmetic", prompt=template, evaluate=Evaluate(max_new_tokens=1, batch_size=4))
-    cells.ask(cell, questions, short, "cpu")
+    cells.answer_questions(cell, questions, short, "cpu")
     texts = [prompt.training_text(hf.plain_tokenizer(tiny.PATH), question, template) for question in questions]
     calibrated = calibration.rows(quantize.token_ids(tiny.PATH, texts), 512)
 

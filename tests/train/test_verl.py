@@ -107,7 +107,7 @@ def settings(**overrides: str) -> Recipe:
 def job(tmp_path: Path, loaded: Recipe | None = None, n: int = 16) -> Job:
     loaded = loaded or settings()
     sections = {"settings": loaded.train, "rollout": loaded.rollout, "watch": loaded.watch}
-    how = {"task": loaded.task, "template": prompt.of(loaded), "seed": loaded.seed, "device": "cuda"}
+    how = {"task": loaded.task, "template": prompt.of_recipe(loaded), "seed": loaded.seed, "device": "cuda"}
     questions = tasks.load("arithmetic", "train", n, 0)
     return Job(questions=questions, base=tiny.PATH, work=tmp_path, out=tmp_path / "model", **sections, **how)
 
@@ -163,7 +163,7 @@ def test_a_key_or_value_without_a_counterpart_is_refused_by_name(key, value, rea
 
 def test_a_job_of_the_recipe_is_verls_configuration(tmp_path):
     loaded = settings(train__steps="9", train__epsilon_high="0.28", train__beta="0.01")
-    asked = replace(prompt.of(loaded), kwargs={"enable_thinking": False})
+    asked = replace(prompt.of_recipe(loaded), kwargs={"enable_thinking": False})
     made = translate.overrides(replace(job(tmp_path, loaded, n=1), template=asked), 77)
     actor, total = "actor_rollout_ref.actor", loaded.train.prompts_per_step
     assert made["data.train_batch_size"] == made[f"{actor}.ppo_mini_batch_size"] == total

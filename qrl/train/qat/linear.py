@@ -29,7 +29,7 @@ class QATLinear(nn.Linear):
     input_global_scale: Tensor | None  # (1,) float32; NVFP4 W4A4 alone
 
     @property
-    def multiplied(self) -> Tensor:
+    def effective_weight(self) -> Tensor:
         """Return the matrix that multiplies the inputs, (O, I): Q(W), or W where quantization is off."""
         return self.fold.weight_of(self) if self.fold.enabled else sharded.whole(self.weight)
 

@@ -155,7 +155,9 @@ def _of_file(settings: Train) -> list[str]:
     """Return the texts of `train.qat_calibration`; none if they are the task's. Raise BadInput as `task_rows.texts`."""
     if settings.qat_calibration == "task":
         return []
-    return task_rows.texts(Path(settings.qat_calibration), settings.qat_calibration_samples, "train.qat_calibration")
+    return task_rows.calibration_texts(
+        Path(settings.qat_calibration), settings.qat_calibration_samples, "train.qat_calibration"
+    )
 
 
 def calibrate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> dict[str, float]:

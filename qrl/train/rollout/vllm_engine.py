@@ -104,7 +104,7 @@ def create(
                 dtype="bfloat16",
                 quantization=FP8 if fp8 else None,
                 kv_cache_dtype=settings.kv_cache,
-                **vllm.shares(settings.gpu_memory_utilization, settings.kv_cache_gib),
+                **vllm.memory_options(settings.gpu_memory_utilization, settings.kv_cache_gib),
                 max_model_len=settings.max_model_tokens,
                 max_num_batched_tokens=max(BATCHED_TOKENS, sequences),
                 **batch_options,

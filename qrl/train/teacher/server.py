@@ -119,7 +119,7 @@ def _ranked(position: dict[str, dict], count: int) -> tuple[list[float], list[in
     return [logprob for _, logprob, _ in ranked], [token for *_, token in ranked]
 
 
-def of(teacher: checkpoint.Checkpoint, settings: Train) -> Server:
+def connect(teacher: checkpoint.Checkpoint, settings: Train) -> Server:
     """Return the server of `train.teacher_server`; raise BadInput if none answers."""
     return Server(settings, checkpoint.config(teacher.path)["vocab_size"])
 
@@ -131,7 +131,7 @@ def check(teacher: checkpoint.Checkpoint, job: Job) -> None:
         BadInput: no server answers, its texts are too short, its vocabulary is another one, or it returns too few
             tokens.
     """
-    server = of(teacher, job.settings)
+    server = connect(teacher, job.settings)
     longest = job.longest()
     if longest >= server.longest:
         raise BadInput(
@@ -149,7 +149,7 @@ def check(teacher: checkpoint.Checkpoint, job: Job) -> None:
         ) from None
 
 
-def compare(teacher: checkpoint.Checkpoint, server: Server, kl: Callable[[Tensor, Likeliest], Tensor]) -> None:
+def check_same_model(teacher: checkpoint.Checkpoint, server: Server, kl: Callable[[Tensor, Likeliest], Tensor]) -> None:
     """Check that the server has the teacher, by its logits; its weights are read into main memory once.
 
     Args:

@@ -35,7 +35,7 @@ from qrl.train import arguments, grpo, parallel, policy, save
 from qrl.train.job import Job, Machine, Trained
 from qrl.train.monitor.watchers import Watchers
 from qrl.train.verl import child, nodes, translate
-from qrl.workspace import written_whole
+from qrl.workspace import write_atomically
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -167,7 +167,7 @@ def write_questions(job: Job) -> int:
                 "extra_info": {"index": index, "question": question.question},
             }
         )
-    with written_whole(job.work / translate.QUESTIONS) as file:
+    with write_atomically(job.work / translate.QUESTIONS) as file:
         pd.DataFrame(rows).to_parquet(file)
     tokens = hf.tokenizer(job.base)
     # All are counted: verl refuses a prompt that is longer than its limit.
@@ -231,7 +231,7 @@ def merge(base: checkpoint.Checkpoint, base_digest: str, job: Job) -> None:
     words = ["verl.model_merger", "merge", "--backend", "fsdp", "--local_dir", str(actor), "--target_dir", str(merged)]
     with child.running(words, job.work):
         pass
-    with written_whole(job.out) as folder:
+    with write_atomically(job.out) as folder:
         folder.mkdir()
         if job.settings.adapter:
             _write_adapter(merged / "lora_adapter", folder, base_digest, job.settings)

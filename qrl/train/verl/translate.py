@@ -183,7 +183,7 @@ def _sampling(train: Train, rollout: Rollout) -> dict[str, Any]:
         threshold = f"{_NO_LOWER_BOUND}_{rollout.is_correction_max}"
     engine_options = {}
     if rollout.kv_cache_gib is not None:
-        engine_options |= vllm.shares(rollout.gpu_memory_utilization, rollout.kv_cache_gib)
+        engine_options |= vllm.memory_options(rollout.gpu_memory_utilization, rollout.kv_cache_gib)
     if not rollout.compile:
         engine_options |= {key: json.dumps(value) for key, value in vllm.GRAPHS_ALONE.items()}
     return {

@@ -41,7 +41,7 @@ import export
 
 from qrl import names
 from qrl.tasks import Question, prompt
-from qrl.workspace import written_whole
+from qrl.workspace import write_atomically
 
 FP8 = ("--rollout.quantization", "fp8")
 TOKENS = 8192
@@ -143,7 +143,7 @@ def make(out: Path, work: Path, *, check: bool) -> None:
         sys.exit(f"Fewer than {BEGUN} of the first lines are right after {ROUNDS} rounds: make SHORT or LINES smaller.")
     if not check:
         learned(ROUNDS, Budget(600, 128, learning_rate=5e-4), 128 // WHOLE, whole=True)
-    with written_whole(out) as folder:
+    with write_atomically(out) as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         tokens.save_pretrained(folder)
 
