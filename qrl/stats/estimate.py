@@ -102,7 +102,7 @@ class Estimate:
 
     `low` and `high` bound the two-sided 95 % interval; `n` counts questions; `df` are the degrees of freedom of the t
     distribution behind the interval, infinite for a normal one. With several training runs, `runs` replaces `df`.
-    `tails` widens the interval where few answers change, or most in one direction. `least` and `most` are what the
+    `tails` widens the interval where few answers change, or most in one direction. `minimum` and `maximum` are what the
     number can be: the interval of a difference never leaves ±1. `sums` are ways to write the number as a weighted sum
     of other estimates; it is bounded no more tightly than the best of them. `one_sided` are the one-sided 95 % bounds
     where these do not follow from the error.

@@ -128,7 +128,7 @@ def _prepared(recipe: Recipe, machine: Machine) -> _Training:
         base=base.path,
         teacher=teacher.path if teacher else None,
         questions=questions,
-        probed=probed,
+        probe_questions=probed,
         settings=recipe.train,
         rollout=recipe.rollout,
         watch=recipe.watch,
@@ -157,7 +157,7 @@ def _params(recipe: Recipe, machine: Machine, training: _Training) -> dict[str, 
 
 
 def _log_questions(recipe: Recipe, training: _Training) -> None:
-    for context, questions in {"train": training.job.questions, "probe": training.job.probed}.items():
+    for context, questions in {"train": training.job.questions, "probe": training.job.probe_questions}.items():
         if questions:
             contents.log_dataset(
                 f"{tasks.label(recipe.task)}-{context}",

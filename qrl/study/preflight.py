@@ -60,7 +60,7 @@ def check(
         )
         _doubt(collected, [doubt], yes=yes)
 
-    digest = collected.check(_check_base, recipe, collected)
+    digest = collected.keep(_check_base, recipe, collected)
     _check_machine(recipe, device, collected)
     if objections is None:
         collected.insist()
@@ -163,9 +163,9 @@ def check_schemes(recipe: Recipe, base: Path, objections: Objections | None = No
     collected = Objections() if objections is None else objections
     is_shipped = recipe.model in source.SHIPPED  # such a model fits every scheme, and the check imports torch
     for scheme in recipe.quantize.schemes:
-        settings = collected.check(choices.settings_of, scheme, recipe.quantize, recipe.seed)
+        settings = collected.keep(choices.settings_of, scheme, recipe.quantize, recipe.seed)
         if settings and not is_shipped:
-            collected.check(quantize.check_fit, base, settings)
+            collected.keep(quantize.check_fit, base, settings)
     if objections is None:
         collected.insist()
 
@@ -212,8 +212,8 @@ def rehearse(
     base_cell = f"{names.BASE}:{names.FULL}"
     is_answered = dry_run is not None and base_cell not in dry_run.missing.get("evaluate", ())
     if not is_answered:
-        collected.check(_check_contamination, recipe)
-        doubts = collected.check(_too_long, recipe, collected)
+        collected.keep(_check_contamination, recipe)
+        doubts = collected.keep(_too_long, recipe, collected)
         _doubt(collected, doubts or [], yes=yes)
     collected.insist()
     if is_answered or dry_run is None:

@@ -132,7 +132,7 @@ def observe(study: Study, answers: Answers) -> dict[str, bool]:
         part=contrast((0, 0, 0, 1)),
         whole=contrast((0, 1, 0, 0)),
         difference=loss,
-        less=lambda kept: contrast((0, -kept, 0, 1)),
+        excess_over=lambda kept: contrast((0, -kept, 0, 1)),
     )
     if of_accuracy.whole.low > 0:
         found["accuracy"] = _covers(of_accuracy.beyond(trained_q / trained), 0.0)

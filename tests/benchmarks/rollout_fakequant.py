@@ -213,7 +213,7 @@ def linears(engine, model) -> dict:
         for name, members in FUSED.items():
             theirs = engine.model.layers[place].get_submodule(name)
             ours = [model.model.layers[place].get_submodule(member) for member in members]
-            weight = torch.cat([m.multiplied if isinstance(m, QATLinear) else m.weight for m in ours]).bfloat16()
+            weight = torch.cat([m.effective_weight if isinstance(m, QATLinear) else m.weight for m in ours]).bfloat16()
             bias = torch.cat([m.bias for m in ours]).bfloat16() if ours[0].bias is not None else None
             for count in BATCHES:
                 x = torch.randn(count, weight.shape[1], generator=generator)

@@ -89,7 +89,7 @@ def test_one_sample_a_question_is_paired_like_an_answer_without_a_number(frame, 
 def test_values_of_a_users_columns_may_be_lists(frame, tmp_path):
     messages = [[{"role": "user"}, {"role": "assistant", "content": "5"}]] * len(frame)
     listed = frame.assign(completion=messages, parsed=[[1, 2]] * len(frame))
-    shown = answers.shown(compare.from_questions(listed).changed)
+    shown = answers.sample_texts(compare.from_questions(listed).changed)
     assert "assistant" in shown["completion"][0]
 
 
@@ -154,7 +154,7 @@ HOSTILE = "</pre></details><script>alert(1)</script>\u202e\x00\x1b[31m {{ 7*7 }}
 def test_changed_answers_are_shown_bounded_and_harmless(tmp_path):
     texts = {"completion": HOSTILE, "parsed": None, "answer": "<b>5</b>", "question_text": "Why? <img src=x onerror=y>"}
     found = compare.from_questions(rows(**texts))
-    shown = answers.shown(found.changed)
+    shown = answers.sample_texts(found.changed)
     assert set(shown.groupby(["variant", "scheme", "change"]).size()) <= set(range(1, answers.SHOWN + 1))
     text = shown["completion"].iloc[0]
     assert len(text) < answers.LONGEST + 100 and text.endswith("THE END") and "left out" in text
@@ -187,5 +187,5 @@ def test_a_runs_changed_answers_are_a_table_of_mlflows(store, tmp_path):
     tables = json.loads(run.data.tags["mlflow.loggedArtifacts"])
     assert {"path": names.CHANGED_JSON, "type": "table"} in tables
     shown = json.loads(contents.artifact(run.info.run_id, names.CHANGED_JSON).read_text())
-    assert len(shown["data"]) == len(answers.shown(compare.from_questions(frame).changed))
+    assert len(shown["data"]) == len(answers.sample_texts(compare.from_questions(frame).changed))
     assert run.data.metrics["compare/wrong_to_right_awq"] > 0

@@ -235,7 +235,7 @@ def test_an_archive_that_lies_or_has_too_much_is_refused_before_it_is_unpacked(t
         archive.writestr("header.json", "{}")
         for number in range(3):
             archive.writestr(f"samples/{number}.json", bytes(1 << 20))
-    for place, name, value in ((logs, "LARGEST", 3 << 20), (logs.reading, "memory_bytes", lambda: 1 << 22)):
+    for place, name, value in ((logs, "LARGEST", 3 << 20), (logs.reading, "memory_limit_bytes", lambda: 1 << 22)):
         with monkeypatch.context() as limited, pytest.raises(BadInput, match="unpacks to more than"):
             limited.setattr(place, name, value)
             compare.read_logs(f"base:full={bomb}")

@@ -501,7 +501,7 @@ def test_a_label_of_two_hundred_characters_leaves_space_for_the_panel(tmp_path):
     value = Estimate(0.1, 0.01, 0.08, 0.12, 100)
     lines = [Line(name, scheme, "vllm 9.9", 4, 8, value, value, value, value, 1) for name in ("base", variant)]
     row = SimpleNamespace(cell=(variant, scheme), accuracy=value, error=value)
-    ranked = SimpleNamespace(rows=[row, row], runs=1, shown=" · ".join)
+    ranked = SimpleNamespace(rows=[row, row], runs=1, cell_label=" · ".join)
     methods = [SimpleNamespace(name=f"{i}{variant}", loss={scheme: value}) for i in range(3)]
     by_size = SimpleNamespace(methods=methods, parameters={scheme: 10**6}, n=100, over="questions")
     with warnings.catch_warnings():

@@ -46,7 +46,7 @@ def test_paired_t(pairs):
     a, b = np.array(pairs, dtype=float).T
     assume(np.ptp(a - b) > 0)  # no t otherwise: `test_stats.py` holds what is said then
     whole, expected = stats.contrast([a, b], (1, -1)), scipy.stats.ttest_rel(a, b)
-    unlimited = {"least": -math.inf, "most": math.inf}
+    unlimited = {"minimum": -math.inf, "maximum": math.inf}
     found = dataclasses.replace(whole, tails=None, **unlimited).bounded()  # t alone
     interval = expected.confidence_interval(0.95)
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high), **CLOSE)

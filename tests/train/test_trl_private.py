@@ -195,7 +195,7 @@ def test_a_probe_asks_the_engine_and_changes_nothing_that_training_samples(engin
     plain = trained("plain")
     engine.calls.clear()
     engine.asked.clear()
-    probed = trained("probed", watch=Watch(probe_every=1, probe_n=8), probed=questions[16:])
+    probed = trained("probed", watch=Watch(probe_every=1, probe_n=8), probe_questions=questions[16:])
     assert engine.calls == ["sync", "generate"] * 5  # two rollouts, three probes: transformers answered none
     assert engine.asked == [None, 0, None, 0, None]  # a probe reads no log-probabilities
     assert checkpoint.digest(probed.path) == checkpoint.digest(plain.path)
@@ -251,7 +251,7 @@ def test_a_server_is_sent_what_the_loss_multiplies_by_and_asked_for_whole_groups
     data = {"base": tiny.PATH, "questions": questions[:16], "task": "arithmetic", "template": "plain", "seed": 0}
     where = {"device": "cpu", "work": tmp_path / "work", "out": tmp_path / "model"}
     served = Rollout(engine="vllm", mode="server", server="http://a:1")
-    probes = {"watch": Watch(probe_every=2, probe_n=4), "probed": questions[16:]}
+    probes = {"watch": Watch(probe_every=2, probe_n=4), "probe_questions": questions[16:]}
     history = grpo.run(Job(settings=settings, rollout=served, **data, **where, **probes)).history
     probe_calls = ["sync", "reset", "generate"]
     rollout_calls = ["sync", "reset", "generate"]

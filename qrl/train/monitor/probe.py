@@ -26,10 +26,12 @@ def outcomes(trainer, job: Job) -> list[int]:
 
     # Every process answers equally many questions: the first ones are answered twice where they do not divide evenly.
     world_size = process.world_size()
-    per_process = math.ceil(len(job.probed) / world_size)
-    indices = [index % len(job.probed) for index in range(process.rank(), per_process * world_size, world_size)]
+    per_process = math.ceil(len(job.probe_questions) / world_size)
+    indices = [
+        index % len(job.probe_questions) for index in range(process.rank(), per_process * world_size, world_size)
+    ]
 
-    questions = [job.probed[index] for index in indices]
+    questions = [job.probe_questions[index] for index in indices]
     tokens = hf.tokenizer(job.base)
     prompts = [prompt.render(tokens, question.question, job.template) for question in questions]
     if job.rollout.engine == VLLM:
@@ -41,7 +43,7 @@ def outcomes(trainer, job: Job) -> list[int]:
 
     graded = [(index, int(verdict.strict)) for index, verdict in zip(indices, verdicts, strict=True)]
     outcome_of = dict(gather_object(graded))
-    return [outcome_of[index] for index in range(len(job.probed))]
+    return [outcome_of[index] for index in range(len(job.probe_questions))]
 
 
 def _answers_of_engine(trainer, job: Job, tokens, prompts: list[list[int]]) -> list[hf.Completion]:

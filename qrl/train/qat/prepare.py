@@ -228,7 +228,7 @@ def state(model: nn.Module) -> dict[str, Iterator[tuple[str, Tensor]]]:
     """
     attached = _attached(model).items()
     scales = ((path, module.input_global_scale) for path, module in attached if module.input_global_scale is not None)
-    weights = ((path, module.multiplied) for path, module in attached)
+    weights = ((path, module.effective_weight) for path, module in attached)
     return {"activation scales": scales, "folded weights": weights}
 
 

@@ -46,7 +46,7 @@ def named_weights(
                     continue
                 sent.add(id(weight))
                 if isinstance(module, linear.QATLinear) and weight is module.weight:
-                    value = module.multiplied  # the loss's matrix, not the master
+                    value = module.effective_weight  # the loss's matrix, not the master
                 elif id(module) in adapter_of and name.endswith(".weight"):
                     value = adapted(adapter_of[id(module)])
                 else:

@@ -153,7 +153,7 @@ def compare(evidence: Evidence, variant: str, other: str, scheme: str) -> Compar
     ratio = stats.ratio_of_shares(means, weighted, n)
     # The same linear terms as in `ratio_of_shares`, as one estimate that has its seeds and so a p-value.
     terms = [sign / max(mean, 0.5 / n) for sign, mean in zip((1, -1, -1, 1), means, strict=True)]
-    log_ratio = replace(weighted(terms), estimate=math.log(ratio.estimate), least=-math.inf, most=math.inf)
+    log_ratio = replace(weighted(terms), estimate=math.log(ratio.estimate), minimum=-math.inf, maximum=math.inf)
     log_odds = stats.difference_in_log_odds(means, weighted, n)
     return Comparison(variant, other, scheme, seeds, points, log_ratio.bounded(), ratio, log_odds, means[2])
 
