@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from qrl.tracking import signals
+
 settings.register_profile(
     "shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )  # a busy core is no error
@@ -59,6 +61,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not any(item.get_closest_marker(tier) for tier in TIERS):
             item.add_marker(pytest.mark.unit)
     items.sort(key=lambda item: not item.get_closest_marker("study"))
+
+
+@pytest.fixture(autouse=True)
+def no_stop_handler_left():
+    """Undo what a command that a test runs in this process sets: the next Ctrl-C of any test would end the worker."""
+    stop_signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
+    handlers = {signum: signal.getsignal(signum) for signum in stop_signals}
+    unraisable = sys.unraisablehook
+    yield
+    signal.alarm(0)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
+    sys.unraisablehook = unraisable
+    signals._ends = signals._stopping = False
 
 
 @pytest.fixture(scope="session")
