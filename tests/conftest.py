@@ -74,7 +74,7 @@ def no_stop_handler_left():
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
     sys.unraisablehook = unraisable
-    signals._ends = signals._stopping = False
+    signals._handler.__init__()
 
 
 @pytest.fixture(scope="session")
