@@ -97,8 +97,8 @@ def test_a_temporary_folder_goes_with_the_next_one_once_its_process_was_killed(m
 OTHER = """
 import sys
 from pathlib import Path
-from qrl.workspace import written_whole
-with written_whole(Path(sys.argv[1])) as path:
+from qrl.workspace import write_atomically
+with write_atomically(Path(sys.argv[1])) as path:
     path.write_text("theirs")
 """
 

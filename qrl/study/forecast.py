@@ -26,7 +26,7 @@ class Trial:
     """What a forecast starts from: the base's answers to a few questions, and how fast they came; times in seconds."""
 
     heldout: int  # questions that a cell answers: `evaluate.n`, or all there are
-    frame: pd.DataFrame  # a row per question, as `evaluate.cells.ask` returns them, and `prompt_tokens`
+    frame: pd.DataFrame  # a row per question, as `evaluate.cells.graded_frame` returns them, and `prompt_tokens`
     free: int  # bytes of memory on the device, before the model was loaded
     start_s: float  # of CPU time until the first answer: what a step needs to start
     answers_s: float  # of all answers

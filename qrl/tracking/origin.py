@@ -83,4 +83,5 @@ def values(run: Run) -> dict[str, str]:
     try:
         return recipe.stored(Path(contents.artifact(run.info.run_id, names.RECIPE)), uncut).flat()
     except BadInput:
-        return {key: value for key, value in params.items() if key in recipe.fields()}
+        present = {recipe.RENAMED.get(key, key): value for key, value in params.items()}
+        return {key: value for key, value in present.items() if key in recipe.fields()}

@@ -35,7 +35,7 @@ CHILD = """
 import json, sys
 from pathlib import Path
 from qrl import process
-process.settle()
+process.prepare_process()
 from qrl import tasks, tiny
 from qrl.recipe import Rollout, Train
 from qrl.train import Job, distill, grpo, loop

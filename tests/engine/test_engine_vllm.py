@@ -39,7 +39,7 @@ if __name__ == "__main__":
     out, path, given = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3])
     questions = load("arithmetic", "heldout", given.pop("n"), 0)
     settings = Recipe(task="arithmetic", prompt="answer-line", evaluate=Evaluate(engine="vllm", **given))
-    asked = cells.ask(cells.Cell("base", "full", path), questions, settings, "cpu")
+    asked = cells.answer_questions(cells.Cell("base", "full", path), questions, settings, "cpu")
     asked.frame.to_parquet(out / "rows.parquet")
     (out / "receipt.json").write_text(json.dumps(asked.receipt))
 """

@@ -19,7 +19,7 @@ import pytest
 import qrl
 from qrl import names
 from qrl.study import launch
-from qrl.tracking import store as stores
+from qrl.tracking import claims
 from tests.tracking import team
 
 ROOT = Path(qrl.__file__).parents[1]
@@ -38,7 +38,7 @@ def test_work_is_claimed_by_one_and_another_waits(store):
     said, entered, order = [], threading.Event(), []
 
     def first() -> None:
-        with stores.claimed(["b", "a"], lambda: None):
+        with claims.claimed(["b", "a"], lambda: None):
             entered.set()
             time.sleep(0.5)
             order.append("first")
@@ -47,8 +47,8 @@ def test_work_is_claimed_by_one_and_another_waits(store):
     other.start()
     entered.wait()
     with (
-        stores.claimed(["a", "b", "c"], lambda: said.append("waits")),
-        stores.claimed(["d"], lambda: said.append("no")),
+        claims.claimed(["a", "b", "c"], lambda: said.append("waits")),
+        claims.claimed(["d"], lambda: said.append("no")),
     ):
         order.append("second")
     other.join()

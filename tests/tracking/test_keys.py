@@ -220,7 +220,7 @@ def test_comments_docstrings_layout_figures_and_markdown_change_no_key(package):
     reward.write_text(reward.read_text() + "\n\n# the end\n")
     change(package / "train" / "README.md", "#", "# Another title:")
     change(package / "figures" / "canvas.py", "\nimport", "\nANOTHER = 1\nimport")
-    change(package / "tracking" / "runs.py", "_SYSTEM_METRICS_EVERY = 5", "_SYSTEM_METRICS_EVERY = 6")
+    change(package / "tracking" / "runs.py", "_SYSTEM_METRICS_EVERY_S = 5", "_SYSTEM_METRICS_EVERY_S = 6")
     assert digests(package) == before
 
 

@@ -35,7 +35,7 @@ import gc, json, sys
 from dataclasses import replace
 from pathlib import Path
 from qrl import process
-process.settle()
+process.prepare_process()
 from qrl import tasks, tiny
 from qrl.recipe import Train
 from qrl.train import Job, distill

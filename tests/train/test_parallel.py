@@ -141,7 +141,7 @@ def test_the_others_are_not_waited_for_once_the_first_has_its_result(monkeypatch
 def test_a_process_that_heeds_no_signal_dies_with_the_first(tmp_path):
     """As one does that waits for other GPUs, when the first is killed."""
     ready = tmp_path / "ready"
-    deaf = DEAF.format(f"from qrl import process; process.settle(); open({str(ready)!r}, 'w').close()")
+    deaf = DEAF.format(f"from qrl import process; process.prepare_process(); open({str(ready)!r}, 'w').close()")
     first = "import os, subprocess, sys; os.environ['QRL_FIRST'] = str(os.getpid())\n"
     first += "print(subprocess.Popen([sys.executable, '-c', sys.argv[1]]).pid, flush=True); input()"
     words = [sys.executable, "-c", first, deaf]
@@ -175,7 +175,7 @@ APART = """
 import sys
 from pathlib import Path
 from qrl import process
-process.settle()
+process.prepare_process()
 from qrl import tasks, tiny
 from qrl.recipe import Train, rules
 from qrl.train import Job, grpo

@@ -46,7 +46,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from qrl import process
-process.settle()
+process.prepare_process()
 from qrl import tasks, tiny
 from qrl.recipe import Train
 from qrl.train import Job, grpo

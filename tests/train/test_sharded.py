@@ -29,7 +29,7 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from qrl import process, tiny
-process.settle()
+process.prepare_process()
 from qrl.engine import pretrained
 from qrl.errors import BadInput, QrlError
 from qrl.train import distill, parallel, sharded
@@ -214,7 +214,7 @@ TRAINED = """
 import json, os, sys
 from pathlib import Path
 from qrl import process
-process.settle()
+process.prepare_process()
 import accelerate.state
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
