@@ -135,7 +135,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 
 def partials(path: Path) -> list[Path]:
-    """Return what processes are writing with `write_atomically` to appear as `path`, or wrote until they were killed."""
+    """Return the partial files of `write_atomically` for a path: those being written, and those of killed processes."""
     if not path.parent.is_dir():
         return []
     pattern = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{8}-\d+\.partial")

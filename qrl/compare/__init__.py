@@ -23,7 +23,7 @@ __all__ = [
     "from_counts",
     "from_questions",
     "gain_survival",
-    "narrow",
+    "read_columns",
     "read_counts",
     "read_logs",
     "read_questions",

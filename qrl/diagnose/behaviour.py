@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from qrl.diagnose.weights import tensor_labels
-from qrl.formats import rtn
+from qrl.formats import proxy
 from qrl.recipe.sections import Diagnose
 
 POSITIONS = 2048  # at most, in one batch, so that logits fit into memory
@@ -82,8 +82,8 @@ def _rounded(modules: list, settings: Diagnose) -> Iterator[None]:
     originals = [module.weight.data for module in modules]
     try:
         for module, weight in zip(modules, originals, strict=True):
-            coded = rtn.encode(weight, settings.bits, settings.group_size)
-            module.weight.data = rtn.decode(*coded, weight.shape[1]).to(weight)
+            coded = proxy.encode(weight, settings.bits, settings.group_size)
+            module.weight.data = proxy.decode(*coded, weight.shape[1]).to(weight)
         yield
     finally:
         for module, weight in zip(modules, originals, strict=True):

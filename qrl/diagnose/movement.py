@@ -23,7 +23,7 @@ from qrl.checkpoint.stream import Rows
 from qrl.diagnose import rank, weights
 from qrl.diagnose.sweep import BLOCK, Sources, sweep
 from qrl.errors import BadInput
-from qrl.formats import rtn
+from qrl.formats import proxy
 from qrl.recipe.sections import Diagnose
 
 # Of sparsity. Source: Mukherjee et al. (arXiv 2505.11711), who found that RL changes only a small part of the weights.
@@ -119,10 +119,10 @@ def movement(
             pairs.append((name, [*base_sources, *trained_sources[name]]))
 
     def add(change: Change, _first_row: int, before: Tensor, after: Tensor) -> None:
-        encoded_before = rtn.encode(before, settings.bits, settings.group_size)
-        encoded_after = rtn.encode(after, settings.bits, settings.group_size)
+        encoded_before = proxy.encode(before, settings.bits, settings.group_size)
+        encoded_after = proxy.encode(after, settings.bits, settings.group_size)
         width = before.shape[1]
-        stored = (rtn.decode(*encoded_before, width), rtn.decode(*encoded_after, width))
+        stored = (proxy.decode(*encoded_before, width), proxy.decode(*encoded_after, width))
         flips = int((encoded_before[0] != encoded_after[0]).sum())
         change.add(before, after, stored, flips)
 

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from qrl.diagnose import patterns
 from qrl.diagnose.patterns import ExactMedian, Sorted
-from qrl.formats import rtn
+from qrl.formats import proxy
 
 QUANTILES = {"abs_q99": 0.99, "abs_q999": 0.999, "abs_q9999": 0.9999}
 
 
-def proxy(bits: int) -> str:
+def proxy_prefix(bits: int) -> str:
     """Return the prefix of the proxy's columns: `w4` as in study 000 for 4 bits, else `rtn`."""
     return "w4" if bits == 4 else "rtn"
 
@@ -118,10 +118,10 @@ class Scan:
         if not patterns.exact(self.dtype):
             flat = values.flatten().double()
             self.moments.merge(Moments.of(flat, flat.new_ones(()).expand_as(flat)))
-        groups = rtn.grouped(values, self.group_size)
+        groups = proxy.grouped(values, self.group_size)
         largest = torch.maximum(groups.amax(-1, keepdim=True), groups.amin(-1, keepdim=True).neg_())
         self.peaks.append((first, largest.amax(1).flatten().cpu()))
-        squared_error, self.max_error = rtn.scan(
+        squared_error, self.max_error = proxy.scan(
             groups, largest, self.bits, known_error=self.max_error, scratch=free_buffers
         )
         self.squared_error += squared_error
@@ -158,7 +158,7 @@ class Scan:
         if power:
             relative_mse = self.squared_error / n / power
             max_error = self.max_error
-        prefix = proxy(self.bits)
+        prefix = proxy_prefix(self.bits)
         return {
             "numel": n,
             "max_abs": abs(peaks.max().item()),  # -0 of a matrix of zeros is 0
@@ -172,6 +172,6 @@ class Scan:
             "abs_outlier_frac": outliers / n,
             "channel_outlier_frac": (peaks > outlier_multiplier * peaks.median()).double().mean().item(),
             f"{prefix}_relative_mse": relative_mse,
-            f"{prefix}_snr_db": rtn.snr_db(relative_mse),
+            f"{prefix}_snr_db": proxy.snr_db(relative_mse),
             f"{prefix}_max_error": max_error,
         }

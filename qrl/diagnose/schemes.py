@@ -29,7 +29,7 @@ from torch import Tensor
 from qrl import checkpoint
 from qrl.diagnose import movement, sweep, weights
 from qrl.errors import BadInput
-from qrl.formats import rotation, rtn, stored
+from qrl.formats import proxy, rotation, stored
 
 # Linear → the block that it is in, and the norms that may feed it; the first that the layer has does.
 FED_BY = {
@@ -229,7 +229,7 @@ def _error(values: Tensor, original: Tensor) -> dict[str, float]:
         "numel": original.numel(),
         "energy": energy,
         "relative_mse": relative_mse,
-        "snr_db": rtn.snr_db(relative_mse),
+        "snr_db": proxy.snr_db(relative_mse),
         "max_error": max_error,
     }
 

@@ -1,7 +1,7 @@
 """Statistics of the weights: outliers, and the error of rounding to few bits.
 
 The statistics are study 000's, so that its numbers can be reproduced: an outlier is larger than a multiple of the
-median, and the proxy of quantization is `formats.rtn`. Tensors are streamed; a large model is never in memory as a
+median, and the proxy of quantization is `formats.proxy`. Tensors are streamed; a large model is never in memory as a
 whole.
 """
 
@@ -13,7 +13,7 @@ import pandas
 
 from qrl import checkpoint
 from qrl.diagnose.patterns import ExactMedian
-from qrl.diagnose.scan import Scan, Scratch, proxy
+from qrl.diagnose.scan import Scan, Scratch, proxy_prefix
 from qrl.diagnose.sweep import Sources, sweep
 from qrl.errors import BadInput
 from qrl.recipe.sections import Diagnose
@@ -99,7 +99,7 @@ def summary(frame: pandas.DataFrame) -> dict[str, float]:
         sizes = frame["numel"].where(frame[column].notna())
         return float((frame[column] * sizes).sum(min_count=1) / sizes.sum(min_count=1))
 
-    prefix = proxy(4 if "w4_snr_db" in frame else 0)
+    prefix = proxy_prefix(4 if "w4_snr_db" in frame else 0)
     relative_mse = f"{prefix}_relative_mse"
     snr_db = f"{prefix}_snr_db"
     max_error = f"{prefix}_max_error"

@@ -202,7 +202,7 @@ def describe_departure(path: Path, device: str) -> str:
     quantization = checkpoint.config(path).get("quantization_config") or {}
     if quantization.get("quant_method") == "bitsandbytes" and quantization.get("load_in_8bit") and device == "cpu":
         return "activations not rounded to int8"
-    rounded_to = kind.rounded(quantization)
+    rounded_to = kind.rounded_activations(quantization)
     if rounded_to:
         return f"activations rounded to {rounded_to[0]} in software, products in full precision"
     return ""

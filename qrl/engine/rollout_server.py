@@ -10,9 +10,9 @@ import os
 import runpy
 import sys
 
-from qrl import process
+from qrl import names, process
 from qrl.errors import BadInput
-from qrl.formats.fakequant import operation, rounding
+from qrl.formats.fakequant import operation
 
 if importlib.util.find_spec("vllm"):
     from qrl.engine import vllm_fakequant  # noqa: F401 (makes its method known to vLLM)
@@ -23,7 +23,7 @@ _USAGE = "python -m qrl.engine.rollout_server FORMAT --model MODEL …"
 def main(format_name: str = "--help", *vllm_options: str) -> None:
     """Run the server; raise BadInput if the format is unknown, or vLLM is not installed."""
     if format_name.startswith("-"):
-        formats = f"FORMAT is none, {', '.join(rounding.FORMATS)} or a file"
+        formats = f"FORMAT is none, {', '.join(names.FORMATS)} or a file"
         raise BadInput(f"No format is named: run `{_USAGE}`, where {formats}; further options are vLLM's.")
     if not importlib.util.find_spec("vllm"):
         raise BadInput(

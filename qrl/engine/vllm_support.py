@@ -76,7 +76,7 @@ def describe_departure(path: Path, kernels: Iterable[str]) -> str:
 
 
 def _rounded(path: Path) -> list[str]:
-    return kind.rounded(checkpoint.config(path).get("quantization_config") or {})
+    return kind.rounded_activations(checkpoint.config(path).get("quantization_config") or {})
 
 
 def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
@@ -134,7 +134,7 @@ def _missing(quantization: dict, device: str, deterministic: bool) -> str:
         return f"it knows no {method}{plugin}"
     groups = list((quantization.get("config_groups") or {}).values())
     integer_bits = {group["weights"]["num_bits"] for group in groups if group["weights"]["type"] == "int"}
-    unsupported_bits = integer_bits - {4, 8}
+    unsupported_bits = integer_bits - kind.VLLM_INTEGER_BITS
     if unsupported_bits:
         return f"it has no kernel for {min(unsupported_bits)}-bit integers"
 

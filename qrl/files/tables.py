@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 Row = tuple[str, dict[str, Any]]  # where it is, for errors, and its fields
-FORMATS = (".parquet", ".csv", ".json", ".jsonl")
+EXTENSIONS = (".parquet", ".csv", ".json", ".jsonl")
 CELL = re.compile(r"([^:=,]+):([^:=,]+)=(.+)")
 ROW = "qrl.row"  # a column of `narrow`: the number of a row, counted over all files
 TEXTS = "qrl.texts"  # an attribute of its frame: the files, as `Texts`
@@ -422,8 +422,8 @@ def parse_cells(source: str) -> Iterator[tuple[str, str, str]]:
 
 def _rows(path: Path) -> Iterator[Row]:
     """Yield a file's rows; characters that are not UTF-8 are replaced."""
-    if path.suffix not in FORMATS:
-        raise BadInput(f"{path} ends in '{path.suffix}', but tables are read from {', '.join(FORMATS)}: convert it.")
+    if path.suffix not in EXTENSIONS:
+        raise BadInput(f"{path} ends in '{path.suffix}', but tables are read from {', '.join(EXTENSIONS)}: convert it.")
     if not path.is_file():
         raise BadInput(f"There is no file {path}: give a table with a row per question or completion.")
     content = reading.read_bytes(path, reading.TABLE_BYTES)

@@ -23,15 +23,16 @@ KINDS = {
     "rtn-file": (INT4, INT8, FP4, FP8, INT4 + _ROUNDED, INT8 + _ROUNDED, FP4 + _ROUNDED, FP8 + _ROUNDED),
 }
 
-FEW_BITS = tuple(scheme for scheme, kinds in KINDS.items() if set(kinds) <= {INT2, INT3})  # no kernel of vLLM runs them
+VLLM_INTEGER_BITS = {4, 8}  # for which vLLM has a kernel
+WITHOUT_VLLM_KERNEL = tuple(scheme for scheme, kinds in KINDS.items() if set(kinds) <= {INT2, INT3})
 
 
 def of_weights_alone(quantization: Mapping[str, Any]) -> bool:
     """Return whether a `quantization_config` leaves activations as they are, so that plain matrices give the same."""
-    return not (quantization.get("load_in_8bit") or rounded(quantization))
+    return not (quantization.get("load_in_8bit") or rounded_activations(quantization))
 
 
-def rounded(quantization: Mapping[str, Any]) -> list[str]:
+def rounded_activations(quantization: Mapping[str, Any]) -> list[str]:
     """Return what a `quantization_config` of compressed-tensors rounds activations to, by group of layers: `float4`."""
     input_activations = [group.get("input_activations") for group in _groups(quantization)]
     return [f"{args.get('type')}{args.get('num_bits')}" for args in input_activations if args]

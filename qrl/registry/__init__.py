@@ -5,8 +5,7 @@ from qrl.registry.registering import register, registered_name
 from qrl.registry.stages import check_stages, promote, refuse, resolve, rollback, stages_of
 
 __all__ = [
-    "check_declared",
-    "known",
+    "check_stages",
     "promote",
     "publish",
     "refuse",
@@ -14,4 +13,5 @@ __all__ = [
     "registered_name",
     "resolve",
     "rollback",
+    "stages_of",
 ]

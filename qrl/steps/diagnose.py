@@ -214,7 +214,7 @@ def _measure_behaviour(recipe: Recipe, full: dict[str, Path], quantized: Quantiz
         rendered = (prompt.training_text(tokenizer, question, template) for question in questions)
         texts = [tokenizer.encode(text, add_special_tokens=False) for text in rendered]
 
-        proxy = scan.proxy(settings.bits)
+        proxy = scan.proxy_prefix(settings.bits)
         for layer, divergence in behaviour.sensitivity(model, texts, settings).items():
             rows.append({"variant": variant, "scheme": proxy, "layer": layer, **asdict(divergence)})
 

@@ -11,7 +11,7 @@ import click
 from qrl import checkpoint, cluster, names, source, tasks
 from qrl import recipe as recipes
 from qrl.errors import Objections
-from qrl.formats.kind import FEW_BITS
+from qrl.formats.kind import WITHOUT_VLLM_KERNEL
 from qrl.recipe import Recipe, rules
 from qrl.study import auto
 from qrl.study.launch import DryRun
@@ -85,7 +85,7 @@ def _check_settings(recipe: Recipe, overrides: dict[str, str], beside: Sequence[
 
     # Not a rule of the recipe, since a sweep makes further schemes.
     reads_codes = recipe.evaluate.engine == "vllm" and not recipe.evaluate.unpacked
-    without_kernel = set(FEW_BITS) & {*schemes, *beside}
+    without_kernel = set(WITHOUT_VLLM_KERNEL) & {*schemes, *beside}
     if reads_codes and without_kernel:
         objections.add(
             f"vLLM has no kernel for {', '.join(sorted(without_kernel))}: set evaluate.unpacked=true, or "

@@ -29,6 +29,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from qrl import names
 from qrl.formats.fakequant import fused
 from qrl.formats.fakequant import linears as fake_linears
 from qrl.formats.fakequant import rounding as values
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--thin", action="store_true")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--formats", default=",".join(values.FORMATS))
+    parser.add_argument("--formats", default=",".join(names.FORMATS))
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)

@@ -14,7 +14,7 @@ from qrl import checkpoint
 from qrl.diagnose import movement as moving
 from qrl.diagnose import rank, schemes, sweep, weights
 from qrl.errors import BadInput
-from qrl.formats import decode, rtn
+from qrl.formats import decode, proxy
 from qrl.recipe.sections import Diagnose
 
 
@@ -52,9 +52,9 @@ def test_measures_follow_their_definitions(tmp_path):
     assert measured["max_abs"] == 11.0
     assert measured["abs_outlier_frac"] == pytest.approx((np.abs(w) > 5 * lower).mean())
     assert measured["channel_outlier_frac"] == pytest.approx((peaks > 5 * np.sort(peaks)[15]).mean())
-    groups = rtn.grouped(matrix.float(), 128)
-    squared, _ = rtn.scan(groups, groups.abs().amax(-1, keepdim=True))
-    assert measured["w4_snr_db"] == pytest.approx(rtn.snr_db(squared / (w**2).sum()), rel=1e-12)
+    groups = proxy.grouped(matrix.float(), 128)
+    squared, _ = proxy.scan(groups, groups.abs().amax(-1, keepdim=True))
+    assert measured["w4_snr_db"] == pytest.approx(proxy.snr_db(squared / (w**2).sum()), rel=1e-12)
 
 
 def by_definition(w: np.ndarray, multiplier: float = 6.0, group_size: int = 128) -> dict[str, float]:
@@ -210,7 +210,7 @@ def test_movement_is_measured_where_it_happened(tiny_checkpoint, tmp_path):
         tensors[name] = -tensors[name]
 
     moved = moving.movement(tiny_checkpoint, change(tiny_checkpoint, tmp_path / "moved", negate)).set_index("tensor")
-    codes = rtn.encode(dict(checkpoint.tensors(tiny_checkpoint))[name])[0]
+    codes = proxy.encode(dict(checkpoint.tensors(tiny_checkpoint))[name])[0]
     assert moved.loc[name, "relative_change"] == pytest.approx(2.0)
     assert moved.loc[name, "code_flip_rate"] == pytest.approx((codes != 0).double().mean().item())
     assert (moved.drop(index=name)["relative_change"] == 0).all()
@@ -236,8 +236,8 @@ def test_movement_follows_its_definitions(tiny_checkpoint, tmp_path):
     trained = change(tiny_checkpoint, tmp_path / "trained", train)
     measured = moving.movement(tiny_checkpoint, trained).set_index("tensor").loc[name]
     old, new = (dict(checkpoint.tensors(path))[name].double() for path in (tiny_checkpoint, trained))
-    coded = [rtn.encode(matrix) for matrix in (old, new)]
-    moved = rtn.decode(*coded[1], 512).double() - rtn.decode(*coded[0], 512).double()
+    coded = [proxy.encode(matrix) for matrix in (old, new)]
+    moved = proxy.decode(*coded[1], 512).double() - proxy.decode(*coded[0], 512).double()
     energy = torch.linalg.svdvals(new - old).square()
     share = (energy / energy.sum())[energy > 0]
     assert measured["unchanged_frac"] == (old == new).double().mean().item() > 0.74

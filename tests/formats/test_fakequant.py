@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("compressed_tensors")
 from compressed_tensors.quantization import QuantizationArgs
 
+from qrl import names
 from qrl.errors import BadInput
 from qrl.formats.fakequant import rounding
 
@@ -19,7 +20,7 @@ FP8 = np.array(
     [m / 8 * 2.0**-6 for m in range(8)]
     + [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8) if (e, m) != (15, 7)]
 )
-FORMATS = [name for name in rounding.FORMATS if name != "int8-attention"]  # as int8, in another scope
+FORMATS = [name for name in names.FORMATS if name != "int8-attention"]  # as int8, in another scope
 REFITTING = ["fp8", "mxfp4"]  # quantized values give the same scales again
 FAST = settings(max_examples=25, deadline=None)
 

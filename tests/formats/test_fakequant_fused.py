@@ -5,12 +5,13 @@ import torch
 
 pytest.importorskip("compressed_tensors")
 
+from qrl import names
 from qrl.formats.fakequant import fused, rounding
 
 ROWS = (96, 32)  # of matrices that share a scale, where the format has one
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="Triton's kernels need a GPU")
 SAME_WEIGHTS = ("int8-attention", "nvfp4-a4")  # round weights as int8 and nvfp4-a16 do
-ARITHMETIC = [name for name in rounding.FORMATS if name not in SAME_WEIGHTS]
+ARITHMETIC = [name for name in names.FORMATS if name not in SAME_WEIGHTS]
 
 
 def weights(seed: int, spread: float = 0.02, device: str = "cpu", wide: int = 256) -> list[torch.Tensor]:

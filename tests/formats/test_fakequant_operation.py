@@ -6,6 +6,7 @@ from torch.nn import functional
 
 pytest.importorskip("compressed_tensors")
 
+from qrl import names
 from qrl.formats.fakequant import operation, rounding
 
 ROUNDING = ("nvfp4-a4", "fp8")
@@ -57,7 +58,7 @@ def test_torchs_own_checks_of_a_custom_operation_pass(name):
     torch.library.opcheck(operation.rounded, (inputs(5, 64), spec, scale))
 
 
-@pytest.mark.parametrize("name", ["none", *rounding.FORMATS])
+@pytest.mark.parametrize("name", ["none", *names.FORMATS])
 def test_an_engine_is_told_of_formats_that_round_inputs_alone(name):
     config = operation.engine_config(name)
     assert (config is not None) == (name in ROUNDING)

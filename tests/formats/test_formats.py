@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from qrl import checkpoint, quantize
 from qrl.checkpoint.stream import Rows
 from qrl.errors import BadInput
-from qrl.formats import decode, plain, rtn, stored
+from qrl.formats import decode, plain, proxy, stored
 
 shapes = st.tuples(st.integers(1, 6), st.integers(1, 40), st.integers(1, 20), st.integers(2, 8), st.integers(0, 2**31))
 
 
 def error(weight: torch.Tensor, bits: int = 4, group_size: int = 128) -> tuple[float, float]:
     """Return the relative and the largest error of a matrix."""
-    groups = rtn.grouped(weight, group_size)
-    squared, largest = rtn.scan(groups, groups.abs().amax(-1, keepdim=True), bits)
+    groups = proxy.grouped(weight, group_size)
+    squared, largest = proxy.scan(groups, groups.abs().amax(-1, keepdim=True), bits)
     return squared / weight.double().square().sum().item(), largest
 
 
@@ -34,8 +34,8 @@ def random_matrix(outputs: int, inputs: int, seed: int) -> torch.Tensor:
 def test_rounding_is_off_by_at_most_half_a_step(shape):
     outputs, inputs, group_size, bits, seed = shape
     weight = random_matrix(outputs, inputs, seed)
-    codes, scales = rtn.encode(weight, bits, group_size)
-    back = rtn.decode(codes, scales, inputs)
+    codes, scales = proxy.encode(weight, bits, group_size)
+    back = proxy.decode(codes, scales, inputs)
     steps = scales.expand(codes.shape).flatten(1)[:, :inputs]
     assert back.shape == weight.shape
     assert ((back - weight).abs() <= steps / 2 * (1 + 1e-5)).all()
@@ -46,15 +46,15 @@ def test_rounding_is_off_by_at_most_half_a_step(shape):
 @settings(max_examples=30, deadline=None)
 def test_rounding_twice_is_rounding_once(shape):
     outputs, inputs, group_size, bits, seed = shape
-    once = rtn.decode(*rtn.encode(random_matrix(outputs, inputs, seed), bits, group_size), inputs)
-    twice = rtn.decode(*rtn.encode(once, bits, group_size), inputs)
+    once = proxy.decode(*proxy.encode(random_matrix(outputs, inputs, seed), bits, group_size), inputs)
+    twice = proxy.decode(*proxy.encode(once, bits, group_size), inputs)
     assert torch.allclose(once, twice, rtol=1e-5, atol=0)
 
 
 def test_a_weight_half_way_between_two_codes_goes_to_the_even_one():
     """Half of the largest weight is at 3.5 steps, however the scale of a bf16 significand rounds."""
     largest = torch.arange(128, 256, dtype=torch.bfloat16)[:, None]
-    codes, _ = rtn.encode(torch.cat([largest, largest / 2, -largest / 2, largest * 0], 1), group_size=4)
+    codes, _ = proxy.encode(torch.cat([largest, largest / 2, -largest / 2, largest * 0], 1), group_size=4)
     assert (codes.flatten(1) == torch.tensor([7, 4, -4, 0])).all()
 
 
@@ -63,7 +63,7 @@ def test_the_error_of_a_matrix_computed_by_hand():
     measured, largest = error(weight, bits=4, group_size=4)
     relative = (0.4**2 + 0.4**2) / (49 + 1.96 + 6.76)
     assert measured == pytest.approx(relative, rel=1e-5)
-    assert rtn.snr_db(measured) == pytest.approx(-10 * math.log10(relative), rel=1e-5)
+    assert proxy.snr_db(measured) == pytest.approx(-10 * math.log10(relative), rel=1e-5)
     assert largest == pytest.approx(0.4, rel=1e-5)
 
 
@@ -78,12 +78,12 @@ def test_error_falls_with_bits_and_with_smaller_groups():
 def test_a_ragged_group_equals_one_padded_with_zeros():
     weight = random_matrix(4, 100, 1)
     padded = torch.nn.functional.pad(weight, (0, 28))
-    assert torch.equal(rtn.encode(weight)[0], rtn.encode(padded)[0])
+    assert torch.equal(proxy.encode(weight)[0], proxy.encode(padded)[0])
 
 
 def test_zeros_have_codes_but_no_signal_to_noise_ratio():
-    assert not rtn.encode(torch.zeros(2, 8), group_size=4)[0].any()
-    assert math.isnan(rtn.snr_db(math.nan))
+    assert not proxy.encode(torch.zeros(2, 8), group_size=4)[0].any()
+    assert math.isnan(proxy.snr_db(math.nan))
 
 
 def pack(values: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,7 @@ def test_the_shipped_model_keeps_groups_of_128():
     assert groups.of(tiny.PATH, "auto") == groups.USUAL == 128
 
 
-@pytest.mark.parametrize("name", rounding.FORMATS)
+@pytest.mark.parametrize("name", names.FORMATS)
 def test_only_integer_formats_with_groups_have_the_size_that_is_chosen(name):
     usual, chosen = (rounding.scheme(name, size).weights for size in (128, 64))
     assert rounding.scheme(name).weights == usual

@@ -123,7 +123,8 @@ def test_a_launched_step_counts_relative_paths_and_types_commands_as_the_study_w
     project = tmp_path / "project"
     project.mkdir()
     program = (
-        "from qrl import process; process.prepare_process(); import pathlib; pathlib.Path('here').write_text(process.caller())"
+        "import pathlib; from qrl import process; process.prepare_process(); "
+        "pathlib.Path('here').write_text(process.caller())"
     )
     command = f'PYTHONPATH={keys.ROOT} python -c \\"{program}\\"'
     (project / "MLproject").write_text(f'name: one\nentry_points:\n  step:\n    command: "{command}"\n')

@@ -19,6 +19,7 @@ from transformers import (
 
 pytest.importorskip("compressed_tensors")
 
+from qrl import names
 from qrl.errors import BadInput, QrlError
 from qrl.formats.fakequant import fused
 from qrl.formats.fakequant import linears as fake_linears
@@ -69,7 +70,7 @@ def step(model, rate=1e-2):
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", values.FORMATS)
+@pytest.mark.parametrize("name", names.FORMATS)
 def test_keys_and_masters_stay_and_head_embeddings_and_norms_are_left_alone(name):
     model, plain = attached(name), small()
     state, before = model.state_dict(), plain.state_dict()
@@ -80,7 +81,7 @@ def test_keys_and_masters_stay_and_head_embeddings_and_norms_are_left_alone(name
     assert covered == ({path for path in linears if "self_attn" in path} if name == "int8-attention" else linears)
 
 
-@pytest.mark.parametrize("name", values.FORMATS)
+@pytest.mark.parametrize("name", names.FORMATS)
 def test_the_forward_is_an_ordinary_models_with_quantized_weights(name):
     model, plain = attached(name), small()
     plain.load_state_dict(dict(sync.named_weights(model)) | {"lm_head.weight": model.lm_head.weight})
@@ -96,7 +97,7 @@ def test_the_forward_is_an_ordinary_models_with_quantized_weights(name):
         assert not torch.equal(model(**batch()).logits, small()(**batch()).logits)
 
 
-@pytest.mark.parametrize("name", values.FORMATS)
+@pytest.mark.parametrize("name", names.FORMATS)
 def test_gradients_are_those_of_an_unquantized_linear_at_the_quantized_point(name):
     model = attached(name)
     linear = model.model.layers[0].self_attn.q_proj
@@ -204,7 +205,7 @@ def test_a_forgotten_fold_is_noticed_and_weights_loaded_later_are_quantized_too(
         assert torch.equal(model(**batch()).logits, attached("int8")(**batch()).logits)
 
 
-@pytest.mark.parametrize("name", values.FORMATS)
+@pytest.mark.parametrize("name", names.FORMATS)
 def test_training_moves_the_masters_and_lowers_the_loss(name):
     model = attached(name)
     losses = []
@@ -248,7 +249,7 @@ def test_a_rollout_engine_is_sent_q_under_the_checkpoints_names():
     )
 
 
-@pytest.mark.parametrize("name", values.FORMATS)
+@pytest.mark.parametrize("name", names.FORMATS)
 def test_a_rollout_engine_is_sent_the_scale_of_every_linear_that_has_one(name):
     model = attached(name)
     sent = dict(sync.named_scales(model))

@@ -14,7 +14,6 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.formats import stored as matrices
 from qrl.formats.fakequant import linears
-from qrl.formats.fakequant import rounding as values
 from qrl.quantize import compressed
 from qrl.quantize import settings as choices
 from qrl.recipe import Quantize, Train
@@ -88,7 +87,7 @@ def in_training(masters, name):
     return model
 
 
-@pytest.mark.parametrize("name", values.FORMATS)
+@pytest.mark.parametrize("name", names.FORMATS)
 def test_stored_weights_and_answers_are_bit_equal_to_the_trained_ones(name, masters, tmp_path):
     trained, source = in_training(masters, name), tmp_path / "masters"
     shutil.copytree(masters, source)
@@ -243,5 +242,5 @@ def test_the_masters_stay_and_what_does_not_fit_is_refused_by_name(masters, tmp_
 
 
 def test_every_format_that_can_be_trained_in_can_be_stored():
-    named = tuple(f"{names.ROUNDED_PREFIX}{name}" for name in values.FORMATS)
+    named = tuple(f"{names.ROUNDED_PREFIX}{name}" for name in names.FORMATS)
     assert (*named, names.RTN_FILE) == names.ROUNDED

@@ -12,8 +12,7 @@ pytest.importorskip("compressed_tensors")
 from qrl import checkpoint, names, quantize, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.formats.fakequant import linears
-from qrl.formats.fakequant import rounding as values
+from qrl.formats.fakequant import linears, presets
 from qrl.quantize import settings as choices
 from qrl.recipe import Quantize, Train, rules
 from qrl.tasks import prompt
@@ -180,4 +179,4 @@ def test_a_model_that_the_format_cannot_hold_is_refused_before_any_weight_is_loa
 
 
 def test_the_recipe_knows_every_format():
-    assert names.FORMATS == values.FORMATS
+    assert tuple(presets.PRESETS) == names.FORMATS

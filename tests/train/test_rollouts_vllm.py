@@ -19,10 +19,9 @@ from safetensors.torch import save_file
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 import qrl
-from qrl import tasks, tiny
+from qrl import names, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
-from qrl.formats.fakequant import rounding
 from qrl.recipe import Rollout, Train
 from qrl.tasks import prompt
 from qrl.train import loop, policy
@@ -299,7 +298,7 @@ def test_engines_of_all_formats_compute_the_trainers_linears_bit_for_bit_and_sta
         check=True,
         timeout=1300,
     )
-    rows = {name: json.loads((tmp_path / f"tiny-{name}.json").read_text()) for name in ("bf16", *rounding.FORMATS)}
+    rows = {name: json.loads((tmp_path / f"tiny-{name}.json").read_text()) for name in ("bf16", *names.FORMATS)}
     for name, row in rows.items():
         assert "error" not in row, f"{name}: {row.get('error')}"
         assert len(set(row["linears"].values())) == 1, f"{name}: {row['linears']}"

@@ -36,6 +36,7 @@ from qrl.train import distill, parallel, sharded
 from qrl.train.trl import distillation
 from qrl.train.qat import linear, prepare
 from qrl.train.qat.fold import folds
+from qrl.recipe import rules
 from qrl.train.rollout import codes, sync
 from qrl.train.teacher import local
 
@@ -120,7 +121,7 @@ def same_sync():
         (sync.named_scales(parts), sync.named_scales(one)),
         (sync.named_weights(parts, torch.bfloat16), sync.named_weights(one, torch.bfloat16)),
         *([(codes.named_codes(parts, torch.bfloat16), codes.named_codes(one, torch.bfloat16))]
-          if name in codes.FORMATS and dtype is None else []),
+          if name in rules.CODE_FORMATS and dtype is None else []),
     ):
         wanted = list(wanted)  # both generators turn gradients off while they run
         for (ours, sends), (theirs, wants) in zip(sent, wanted, strict=True):

@@ -50,7 +50,7 @@ def engine_config(name: str) -> dict[str, Any] | None:
     """Return what an engine must know of a format, as a checkpoint's `quantization_config`; None if inputs stay.
 
     Args:
-        name: one of `rounding.FORMATS`, or a file; "none" has no format.
+        name: one of `names.FORMATS`, or a file; "none" has no format.
 
     Raises:
         BadInput: as for `rounding.scheme`.

@@ -23,11 +23,10 @@ PRESETS = {
     "int3": None,  # the same groups; no kernel of vLLM runs these codes
     "int2": None,
 }
-FORMATS = tuple(PRESETS)
 
 
 def scheme(name: str, group_size: int = groups.USUAL) -> QuantizationScheme:
-    """Return how a format of `FORMATS` rounds weights and activations.
+    """Return how a format of `names.FORMATS` rounds weights and activations.
 
     Args:
         name: of the format.
@@ -37,7 +36,9 @@ def scheme(name: str, group_size: int = groups.USUAL) -> QuantizationScheme:
         BadInput: the format is unknown, or compressed-tensors is not installed.
     """
     if name not in PRESETS:
-        raise BadInput(f"There is no format '{name}' to train in: expected one of {', '.join(FORMATS)}, or FILE.yaml.")
+        raise BadInput(
+            f"There is no format '{name}' to train in: expected one of {', '.join(names.FORMATS)}, or FILE.yaml."
+        )
     quantization = library()
     preset = PRESETS[name]
     if preset is not None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from torch import Tensor, nn
 
-FORMATS = presets.FORMATS  # what `scheme` knows by name
 Folded = tuple[list["Tensor"], "Tensor"]  # Q(W) of M matrices, and each one's largest |w|, (M,)
 
 
@@ -31,7 +30,7 @@ def scheme(name: str, group_size: int = groups.USUAL) -> QuantizationScheme:
     """Return how a format rounds weights and activations, as compressed-tensors' scheme.
 
     Args:
-        name: one of `FORMATS`, or a YAML file with the fields of compressed-tensors' QuantizationScheme.
+        name: one of `names.FORMATS`, or a YAML file with the fields of compressed-tensors' QuantizationScheme.
         group_size: inputs that share a scale, for `names.GROUPED_FORMATS`; the others define their own.
 
     Raises:

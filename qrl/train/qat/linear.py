@@ -67,7 +67,7 @@ def attach(
 
     Args:
         model: with full-precision masters.
-        name: one of `rounding.FORMATS`, or a file.
+        name: one of `names.FORMATS`, or a file.
         dtype: of the forward pass and of Q(W); default: the masters' own.
         group_size: as for `rounding.scheme`.
         shards: FSDP 2 will shard the weights, or does: each forward pass folds its own Q(W), and `refold` checks them.

@@ -25,7 +25,6 @@ from qrl.train.qat.fold import folds
 from qrl.train.rollout import sync
 
 NAME = "real"  # of `rollout.quantization`
-FORMATS = ("int4", "nvfp4-a16", "fp8")  # of `train.qat`
 _ORDER = ("weight_shape", "weight_global_scale", "weight_scale", "weight_packed", "weight")
 _PART = re.compile(r"\.weight_(shape|global_scale|scale|packed)$")
 

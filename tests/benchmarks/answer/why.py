@@ -168,7 +168,8 @@ def write(work: Path) -> None:
             by_size.setdefault(base, {})[variant, seed] = folder
     frames = []
     for base, variants in by_size.items():
-        wanted = [name for name, _ in weights.matrices(base) if weights.tensor_labels(name)["layer"] >= 0]  # the head stays
+        matrix_names = [name for name, _ in weights.matrices(base)]
+        wanted = [name for name in matrix_names if weights.tensor_labels(name)["layer"] >= 0]  # the head stays
         frame = pd.DataFrame(measure(dict(checkpoint.tensors(base, wanted)), variants))
         frames.append(frame.assign(size=Path(base).name))
         print(f"{Path(base).name}: {len(wanted)} matrices of {len(variants)} models", flush=True)

@@ -60,11 +60,11 @@ def scan(
         groups: (O, G, S) float32.
         largest: (O, G, 1), largest |w| of each.
         bits: bits per code.
-        least: an error found elsewhere: groups that cannot exceed it are skipped in the search for the largest.
+        known_error: an error found elsewhere: groups that cannot exceed it are skipped in the search for the largest.
         scratch: two float32 tensors with as many elements, which are overwritten instead of allocating memory.
 
     Returns:
-        Σ (w - Q(w))², summed in float64, and max |w - Q(w)|, or `least` if that is larger.
+        Σ (w - Q(w))², summed in float64, and max |w - Q(w)|, or `known_error` if that is larger.
     """
     top = 2 ** (bits - 1) - 1
     buffers = scratch or torch.empty(2, groups.numel(), device=groups.device)
