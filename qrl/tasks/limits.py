@@ -67,6 +67,10 @@ def call_in_process(
         error = _death_without_call(path, _progress[key].value)
         close()
         raise error from None
+    except GeneratorExit:  # the caller needs no more; it may be collected late, when others use the process
+        for future in futures:
+            future.cancel()
+        raise
     except BaseException:
         close()  # a signal: nobody waits for the rest
         raise
