@@ -287,7 +287,9 @@ def test_a_process_that_ends_as_it_starts_is_no_fault_of_the_file(tmp_path, monk
 
 def test_results_that_nobody_reads_end_no_other_call(tmp_path):
     """A sentence about a wrong solution keeps its results alive for a while: their end must not be another file's."""
-    first, second = written(tmp_path, LOAD + GRADE), written(tmp_path, LOAD + GRADE, "second.py")
+    first = written(tmp_path, LOAD + GRADE)
+    slow = LOAD + "import time\ndef grade(completion, answer):\n    time.sleep(0.2)\n    return True\n"
+    second = written(tmp_path, slow, "second.py")
     unread = limits.call_in_process(first, own._source(first), own.begin, own._graded, [("so 4", "4")] * 3, 60)
     assert next(unread).strict
     results = limits.call_in_process(second, own._source(second), own.begin, own._graded, [("so 4", "4")] * 3, 60)

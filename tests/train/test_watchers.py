@@ -171,7 +171,7 @@ def job(folder, settings, **changes):
 
 def test_a_training_that_learns_nothing_is_warned_of_and_stopped_with_the_weights_of_that_step(tmp_path):
     warnings, logged = [], []
-    watched = {"watch": Watch(window=2, stop=("signal",), probe_every=1, probe_n=8), "probed": QUESTIONS[16:]}
+    watched = {"watch": Watch(window=2, stop=("signal",), probe_every=1, probe_n=8), "probe_questions": QUESTIONS[16:]}
     watched |= {"warn": warnings.append, "log": lambda metrics, step: logged.append((step, metrics))}
     done = grpo.run(job(tmp_path / "watched", CUT, **watched))
     assert sorted(alarm.watcher for alarm in warnings) == ["signal", "truncation"]
