@@ -34,8 +34,10 @@ def begin(model: RegisteredModel, versions: Sequence[ModelVersion]) -> str:
         named_run_ids += history.record_runs(maker, model.name)
     run_id = next(filter(history.find_run, named_run_ids), None)
     if run_id is None:
+        # It may count decisions of a lost record. First of all: a kill after the maker's parameter leaves a record that
+        # the next command finds, and would refuse as cut off if more had been carried out than it holds.
+        client.set_registered_model_tag(model.name, names.TAG_APPLIED, "0")
         run_id = _make_record(model.name, makers, len(named_run_ids))
-        client.set_registered_model_tag(model.name, names.TAG_APPLIED, "0")  # it may count decisions of a lost record
     client.set_registered_model_tag(model.name, names.TAG_HISTORY, run_id)
     return run_id
 

@@ -211,6 +211,27 @@ def test_a_record_that_is_gone_for_good_is_begun_anew(version, store):
     assert registry.rollback(NAME, "base").version == 1
 
 
+def test_a_kill_while_a_record_is_begun_anew_leaves_nothing_to_mend(version, store, monkeypatch):
+    version()
+    registry.promote(NAME, "base", 1, record=WHY)
+    registry.promote(NAME, "base", 1, record=WHY)
+    gone = record().run_id
+    with database(store) as connection:
+        for table in ("params", "tags", "metrics", "runs"):
+            connection.execute(f"DELETE FROM {table} WHERE run_uuid = '{gone}'")
+    mlflow.MlflowClient().delete_registered_model_tag(NAME, names.TAG_HISTORY)
+    log_param = mlflow.MlflowClient.log_param
+
+    def log_and_die(client, *arguments, **options) -> None:
+        log_param(client, *arguments, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(mlflow.MlflowClient, "log_param", log_and_die)
+        registry.resolve(NAME, "base")
+    assert registry.resolve(NAME, "base").version == 1 and [each.action for each in record().records] == ["adopt"]
+
+
 def test_a_record_that_somebody_else_wrote_does_not_count(version, monkeypatch):
     version(), version()
     registry.promote(NAME, "awq", 1, record=WHY)
