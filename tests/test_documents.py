@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from qrl import recipe
+
 ROOT = Path(__file__).parents[1]
 MAP = ROOT / "qrl" / "README.md"
 BLOCK = re.compile(r"(?<=<!-- folders -->\n\n).*?(?=<!-- end of folders -->)", re.DOTALL)
@@ -66,6 +68,39 @@ def test_a_module_says_in_a_short_clause_what_it_is():
     clauses = {path: clause(ROOT / path) for path in modules}
     wrong = {path: words for path, words in clauses.items() if not 0 < len(words) <= LONGEST}
     assert not wrong, f"docstrings should begin with a sentence of at most {LONGEST} characters: {wrong}"
+
+
+def top_level_names(module: Path) -> set[str]:
+    """Return what a module offers as attributes: what it defines, assigns and imports, and a package's modules."""
+    names = {path.stem for path in module.parent.iterdir()} if module.name == "__init__.py" else set()
+    for statement in ast.parse(module.read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            names.update((alias.asname or alias.name).partition(".")[0] for alias in statement.names)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Name):
+                names.add(node.id)
+    return names
+
+
+def test_docstrings_name_functions_that_exist():
+    """A function that gets another name is found by its uses, but not in the prose: `cells.answer_questions`."""
+    modules: dict[str, set[str]] = {}
+    paths = [ROOT / path for path in tracked() if path.startswith("qrl/") and path.endswith(".py")]
+    for path in paths:
+        name = path.parent.name if path.stem == "__init__" else path.stem
+        modules[name] = modules.get(name, set()) | top_level_names(path)
+    elsewhere = re.compile(r"qrl\.\w+|mlflow\.|vllm\.|.*\.(py|md|yaml|json)$")  # tags, other packages, files
+    missing = []
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        for reference in re.findall(r"`([a-z_.]+\.\w+)(?:\(\))?`", text):
+            module, name = reference.split(".")[-2:]
+            is_ours = module in modules and reference not in recipe.fields() and not elsewhere.match(reference)
+            if is_ours and name not in modules[module]:
+                missing.append(f"{path.relative_to(ROOT)}: {reference}")
+    assert not missing
 
 
 @pytest.mark.parametrize("path", [path for path in tracked() if path.endswith(".md")])

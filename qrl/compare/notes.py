@@ -60,7 +60,7 @@ def notes_on_alike(pairs: Iterable[Alike], scheme_labels: Mapping[str, str] | No
     """Return a warning for each pair of variants that answer alike.
 
     Args:
-        pairs: from `alike`.
+        pairs: from `find_alike`.
         scheme_labels: scheme → how tables show it; None to show schemes as they are.
     """
     scheme_labels = scheme_labels or {}

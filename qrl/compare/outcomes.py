@@ -64,7 +64,7 @@ class Answered:
     Attributes:
         frame: as it was given, numbered anew: columns variant, scheme, question, correct, and optionally seed (training
             run), sample (of several answers to one question) and cluster (group of questions).
-        table: from `validate.checked`.
+        table: from `validate.read_outcomes`.
         cells: in order; `cell` holds each row's index among them.
         questions: in order; `question` holds each row's index among them.
         grid: whether each variant is needed under each scheme.
@@ -84,7 +84,7 @@ class Answered:
 
     @property
     def missing_answers(self) -> dict[Cell, int]:
-        """Cell → answers that were missing and count as wrong, where `missing.filled` added them."""
+        """Cell → answers that were missing and count as wrong, where `missing.fill` added them."""
         return self.frame.attrs.get(MISSING_ANSWERS, {})
 
     @cached_property

@@ -31,7 +31,7 @@ def read_questions(
         whole: read all columns of parquet files, not only those that a comparison computes with.
 
     Raises:
-        BadInput: as `tables.records`; no row has the reference as its scheme.
+        BadInput: as `tables.read_rows`; no row has the reference as its scheme.
     """
     if not whole and not where and isinstance(source, str | Path):
         frame = read_columns(list(tables.files_of(str(source))), columns, reference)

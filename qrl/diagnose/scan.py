@@ -141,7 +141,7 @@ class Scan:
         return patterns.by_size(self.counts, self.dtype)
 
     def result(self, outlier_multiplier: float, exact_median: ExactMedian | None = None) -> dict[str, float]:
-        """Return the statistics that `weights.measure` names; `exact_median` is needed unless `sizes.exact`."""
+        """Return the statistics that `weights.measure` names; `exact_median` is needed unless sizes are exact."""
         n = self.sizes.n
         moments = self.moments
         if exact_median:

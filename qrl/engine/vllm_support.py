@@ -2,8 +2,8 @@
 
 vLLM says that it lacks a kernel minutes after its start, in a traceback of its worker, or not at all: some kernels
 run a scheme in another way than its format says. `check_runs` and `check_format` refuse the first before the start;
-`departs` describes the second from the names of the kernels that vLLM chose. Most of the file is therefore one table,
-written as conditions: scheme and machine → what vLLM 0.31 lacks.
+`describe_departure` describes the second from the names of the kernels that vLLM chose. Most of the file is therefore
+one table, written as conditions: scheme and machine → what vLLM 0.31 lacks.
 """
 
 import importlib

@@ -153,7 +153,7 @@ def lines_of_broken(frame: pd.DataFrame, broken_metrics: list[str]) -> list[str]
     """Return answers that broke limits as lines for the terminal: two for each limit, fewer where one broke several.
 
     Args:
-        frame: a row per answer, as `cells.graded` returns it.
+        frame: a row per answer, as `cells.graded_frame` returns it.
         broken_metrics: the metrics whose limits are broken.
     """
     selected: list[int] = []

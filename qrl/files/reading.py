@@ -37,7 +37,7 @@ def read_bytes(path: Path, limit_bytes: int) -> bytes:
     """Return a file's bytes.
 
     Raises:
-        BadInput: as `check`, or it cannot be read.
+        BadInput: as `check_regular_file`, or it cannot be read.
     """
     try:
         check_regular_file(path, limit_bytes)

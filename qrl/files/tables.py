@@ -1,9 +1,9 @@
 """Tables that users bring: a frame, or parquet, CSV, JSON or JSONL in one file or in a file per cell.
 
-There are two ways to read one. `records` and `frame` read any format whole, row by row in Python, so that an error can
-name the line. `narrow` reads a few columns of parquet files, in batches, with texts as categoricals; the long texts
-(`completion`, say) stay in the files until `Texts.take` reads those of some rows. A study with many cells and seeds has
-millions of answers, and a comparison computes with none of their texts.
+There are two ways to read one. `read_rows` and `read_frame` read any format whole, row by row in Python, so that an
+error can name the line. `read_columns` reads a few columns of parquet files, in batches, with texts as categoricals;
+the long texts (`completion`, say) stay in the files until `Texts.take` reads those of some rows. A study with many
+cells and seeds has millions of answers, and a comparison computes with none of their texts.
 
 Files come from anyone, so what they unpack to is bounded: a parquet file of 4 kB can hold a billion values, or one long
 text in every row. That is why batches are read here with `ParquetFile.iter_batches` and not with pyarrow.dataset, which
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Row = tuple[str, dict[str, Any]]  # where it is, for errors, and its fields
 EXTENSIONS = (".parquet", ".csv", ".json", ".jsonl")
 CELL = re.compile(r"([^:=,]+):([^:=,]+)=(.+)")
-ROW = "qrl.row"  # a column of `narrow`: the number of a row, counted over all files
+ROW = "qrl.row"  # a column of `read_columns`: the number of a row, counted over all files
 TEXTS = "qrl.texts"  # an attribute of its frame: the files, as `Texts`
 _BATCH = 1024  # rows of a parquet file that are unpacked together
 # Bytes that a value of a parquet file takes at least: in pyarrow, where a text is its number, and as a Python object.

@@ -55,7 +55,7 @@ def run(
         scheme: one of `names.QUANTIZED_SCHEMES`; "awq" needs the environment of projects/awq, the others the core one.
         source: a checkpoint folder in full precision.
         out: a folder that does not exist yet, or is empty.
-        settings: from `settings.of`; default: those of a recipe without any.
+        settings: from `settings.settings_of`; default: those of a recipe without any.
         calibration: chat-rendered texts, end token included, for the schemes of `settings.CALIBRATED`; others ignore
             them.
         probe: texts to measure each layer's error on; the first `error.ROWS` are used.

@@ -1,8 +1,8 @@
 """The settings that decide how a scheme stores weights, and a digest of them.
 
 Most schemes use only some settings of the recipe's section `quantize`. The tables say which: `CHOICES` is what the
-recipe chooses for whom, `FIXED_GROUP`, `SYMMETRIC` and `GPTQ` are what a format defines. `of` fills in a scheme's
-settings from both and leaves the others None, so that a setting without effect changes no digest.
+recipe chooses for whom, `FIXED_GROUP`, `SYMMETRIC` and `GPTQ` are what a format defines. `settings_of` fills in a
+scheme's settings from both and leaves the others None, so that a setting without effect changes no digest.
 """
 
 import hashlib

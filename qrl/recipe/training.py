@@ -131,7 +131,8 @@ class Train(Section):
     selection: Selection = option(
         "random", "training questions to take: random (drawn by the seed) or first (the first rows of the file)"
     )
-    # No key covers these while they have their defaults: the keys of earlier results stay.
+    # No key covers these while they have their defaults, so that a new field with its default is no other setting. The
+    # code of this file is part of a training's key all the same: a change here trains again (`tracking/sources.py`).
     top_p: Annotated[float, NotInKey("top_p", 1.0)] = option(
         1.0, "rollouts: sample from the likeliest tokens that together have this probability", gt=0, le=1
     )
@@ -273,7 +274,8 @@ class Rollout(Section):
     is_correction_max: _OfVllm[float] = option(2.0, "weight above which a token or answer is truncated or masked", gt=0)
     max_engine_kl: _OfVllm[float] = option(0.01, "warn above this engine-to-trainer KL, nats per token", gt=0)
     min_effective_sample_size: _OfVllm[Fraction] = option(0.9, "warn below this effective sample size (token share)")
-    # No key covers these while they have their defaults: the keys of earlier results stay.
+    # No key covers these while they have their defaults, so that a new field with its default is no other setting. The
+    # code of this file is part of a training's key all the same: a change here trains again (`tracking/sources.py`).
     max_gap_growth: Annotated[float, _UNLESS_VLLM, NotInKey("max_gap_growth", 5.0)] = option(
         5.0, "warn where the engine's gap grows to this multiple, along completions or over steps", gt=1
     )

@@ -15,7 +15,8 @@ are the states between the writes at which a process may die:
     killed      what is left               who repairs it
     AT REST     nothing, or some pieces    nobody needs to: the decision was not taken, and the pieces are not read
     PENDING     pointers behind the record the next command that reads or decides (`current`, `append`): at once if the
-                                           owner is a dead process of this host, else after LEASE_S seconds
+                                           owner is a dead process of this host, else once commands on one host have
+                                           seen it pending for LEASE_S seconds; the first that looks starts the clock
     SHOWN       the tag one behind         the same: it finds every pointer in place, and sets the tag
 
 Meanwhile `registry.resolve` answers from the record, so a stage never has two versions. Until the first decision a
@@ -58,7 +59,7 @@ from qrl.registry.history import (
     read_history,
     standing_decision,
 )
-from qrl.registry.versions import locked, model_of, unchanged_s, version_of, versions_of
+from qrl.registry.versions import locked, model_of, observe_unchanged_s, version_of, versions_of
 from qrl.tracking import owners, store_errors
 
 LEASE_S = 60  # after which another host takes over a decision that was recorded, but not carried out
@@ -171,14 +172,16 @@ def _is_in_order(history: History, model: RegisteredModel) -> bool:
 
 
 def _is_abandoned(history: History) -> bool:
-    """Return whether whoever took the last decision no longer carries it out; call it under this machine's lock.
+    """Return whether whoever took the last decision no longer carries it out.
+
+    Without this machine's lock the answer is a hint; under the lock it is asked again before anything is written.
 
     Of a process on another host, only this machine's own clock can tell: how long it has seen the decision pending.
     """
     owner = history.records[-1].owner
     if owner == owners.this_process() or owners.is_dead(owner):
         return True
-    return unchanged_s(history.name, history.chain) > LEASE_S
+    return observe_unchanged_s(history.name, history.chain) > LEASE_S
 
 
 def _first_decision(history: History, model: RegisteredModel) -> dict[str, Any] | None:
@@ -321,7 +324,8 @@ def _write_aliases(
     for alias, version in required.items():
         if pointers.aliases.get(alias) != version and is_ours():
             client.set_registered_model_alias(history.name, alias, str(version))
-    for alias in _aliases_of_stages(history) & pointers.aliases.keys() - required.keys():
+    stale = pointers.aliases.keys() - required.keys()
+    for alias in stale & _aliases_of_stages(history):
         client.delete_registered_model_alias(history.name, alias)
 
 
@@ -334,8 +338,10 @@ def _write_mirrored(history: History, entries: Mapping[int, ModelVersion], is_ou
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         for number, entry in ordered:
-            default = "None" if entry.current_stage == "None" else "Archived"
-            stage = required.get(number, default)
+            # A version that had a stage is archived when it loses it; one that never had a stage keeps none.
+            without_stage = "None" if entry.current_stage == "None" else "Archived"
+            stage = required.get(number, without_stage)
+            # MLflow has archived it by now, when another version got its stage; `entry` was read before.
             is_archived = stage == "Archived" and entry.current_stage in taken_over
             if entry.current_stage == stage or is_archived or not is_ours():
                 continue
@@ -350,7 +356,7 @@ def _transition(name: str, number: str, stage: str) -> bool:
     """
     client = MlflowClient()
     try:
-        client.transition_model_version_stage(name, number, stage, stage in MIRRORED)
+        client.transition_model_version_stage(name, number, stage, archive_existing_versions=stage in MIRRORED)
     except MlflowException as error:
         if "operator does not exist" not in str(error):
             raise

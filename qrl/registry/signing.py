@@ -40,7 +40,7 @@ def load_keys(settings: Promote) -> tuple[Any, str]:
 
 
 def load_public_key(path: str) -> str:
-    """Return the text of a file with a public key or certificate; "" without a path. Raises BadInput as `keys`."""
+    """Return the text of a file with a public key or certificate; "" without a path. Raises BadInput as `load_keys`."""
     if not path:
         return ""
     text = reading.read_bytes(Path(path), reading.MIB).decode(errors="replace")
@@ -60,7 +60,7 @@ def sign(label: str, uri: str, folder: Path, signer: Any, public_key: str) -> No
         label: how errors call the version.
         uri: "models:/name/3".
         folder: that holds its checkpoint.
-        signer, public_key: from `keys`.
+        signer, public_key: from `load_keys`.
 
     Raises:
         GateRefused: the key that signs is not the one that is required.

@@ -27,7 +27,7 @@ def resolve(name: str, stage: str | int, history: History | None = None) -> Vers
 
     Args:
         name: the registered model.
-        stage: one that it has (`known`), one of them with `-previous`, Staging, Production, or a version number.
+        stage: one that it has (`stages_of`), one of them with `-previous`, Staging, Production, or a version number.
         history: the model's, if that was read already.
 
     Raises:
@@ -99,7 +99,7 @@ def _declared_stages(history: History) -> dict[str, Stage]:
 
 
 def check_stages(name: str, stages: Iterable[Stage]) -> dict[str, Stage]:
-    """Return a model's stages by name, as `known`.
+    """Return a model's stages by name, as `stages_of`.
 
     Raises:
         BadInput: a stage of the recipe, which `stages` are, is one of the model's but of another cell.
@@ -181,7 +181,7 @@ def rollback(name: str, stage: str, public_key: str = "") -> Version:
     Args:
         name: the registered model.
         stage: one that it has.
-        public_key: the key or certificate that must have signed the version, from `signing.trusted`.
+        public_key: the key or certificate that must have signed the version, from `signing.load_public_key`.
 
     Raises:
         BadInput: the model has no such stage, or the stage had no other version before.

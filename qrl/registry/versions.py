@@ -110,8 +110,8 @@ def locked(name: str) -> Iterator[None]:
         lock.release()
 
 
-def unchanged_s(name: str, state: str) -> float:
-    """Return for how many seconds commands in this folder have seen a model in `state`, and in no other.
+def observe_unchanged_s(name: str, state: str) -> float:
+    """Note a model's state, and return for how many seconds commands in this folder have seen it in no other.
 
     The clock is the one that counts from this machine's start: nobody sets it, or compares it with another machine's.
     """
@@ -187,7 +187,7 @@ def folder(version: Version) -> Path:
 
 
 def verify(version: Version, public_key: str = "") -> Path:
-    """Return the version's checkpoint folder after checking gate, digest and signature, as `admit` and `whole` do."""
+    """Return the version's checkpoint folder, after `check_gate` and `check_files`: gate, digest and signature."""
     path = check_gate(version)
     check_files(version, path, public_key)
     return path
@@ -241,8 +241,8 @@ def check_files(version: Version, path: Path, public_key: str = "") -> None:
 
     Args:
         version: as resolved.
-        path: its folder, from `admit`.
-        public_key: the key or certificate that must have signed it, from `signing.trusted`.
+        path: its folder, from `check_gate`.
+        public_key: the key or certificate that must have signed it, from `signing.load_public_key`.
 
     Raises:
         GateRefused: it has no such signature.

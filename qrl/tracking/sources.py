@@ -21,7 +21,7 @@ NO_RESULT = (
     *("tracking", "registry", "study", "cli", "__init__.py"),  # store, find and launch them
     *("workspace.py", "process.py", "errors.py", "source.py"),  # where a step works, how it fails, which files it finds
     *("recipe/__init__.py", "recipe/base.py", "recipe/load.py", "recipe/sections.py"),  # define settings: values count
-    *("recipe/documents.py", "recipe/prompts.py"),
+    *("recipe/documents.py", "recipe/prompts.py", "recipe/rules.py"),  # read and refuse settings
 )
 _LEFT_OUT = tuple(name if name.endswith(".py") else f"{name}/" for name in NO_RESULT)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
