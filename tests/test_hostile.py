@@ -364,9 +364,9 @@ def signed() -> tuple[bytes, str]:
         (folder / "a").write_text("a")
         key, out = Path(place, "key.pem"), Path(place, signing.SIGNATURE)
         key.write_bytes(private.private_bytes(pem.Encoding.PEM, pem.PrivateFormat.PKCS8, pem.NoEncryption()))
-        signer, public = signing.load_keys(SimpleNamespace(sign_with=(str(key),), require_signature=""))
-        signer.sign(folder, out)
-        return out.read_bytes(), public
+        keys = signing.load_keys(SimpleNamespace(sign_with=(str(key),), require_signature=""))
+        keys.signer.sign(folder, out)
+        return out.read_bytes(), keys.public_key
 
 
 def signature(path: Path) -> None:

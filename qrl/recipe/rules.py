@@ -229,6 +229,8 @@ def _stops_beside_probe(recipe: Recipe) -> list[str]:
     return sorted(set(recipe.watch.stop) - {"probe"})
 
 
+# Settings of rewards and rollouts are read by neither. A recipe with `train.algorithm = sft` is the control of the same
+# recipe with GRPO, so it may keep them; a distillation is a study of its own, where they would mislead.
 SUPERVISED = (
     Rule(
         name="sft-has-no-teacher",

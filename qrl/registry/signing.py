@@ -7,6 +7,7 @@ model-signing's own command verifies it too. A gate's decision records the key o
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,8 +28,16 @@ PACKAGES = (
 )  # the extra `signing`; the first imports the second without declaring it
 
 
-def load_keys(settings: Promote) -> tuple[Any, str]:
-    """Return what signs versions, or None, and the text of the key or certificate that they are verified with, or "".
+@dataclass(frozen=True)
+class SigningKeys:
+    """What signs versions, and what their signatures are verified with."""
+
+    signer: Any | None  # of model-signing; None: nothing is signed
+    public_key: str  # text of a public key or certificate; empty: no signature is required
+
+
+def load_keys(settings: Promote) -> SigningKeys:
+    """Return the keys that a recipe names.
 
     Raises:
         BadInput: a file cannot be read or does not hold what it should, or model-signing is not installed.
@@ -36,7 +45,7 @@ def load_keys(settings: Promote) -> tuple[Any, str]:
     signer, own_key = None, ""
     if settings.sign_with:
         signer, own_key = _signer(*settings.sign_with)
-    return signer, load_public_key(settings.require_signature) or own_key
+    return SigningKeys(signer, load_public_key(settings.require_signature) or own_key)
 
 
 def load_public_key(path: str) -> str:

@@ -22,6 +22,7 @@ from qrl.recipe import Recipe
 from qrl.recipe.stages import Stage
 from qrl.registry import gate, pointers, signing, versions
 from qrl.registry.history import History
+from qrl.registry.signing import SigningKeys
 from qrl.registry.stages import check_stage
 from qrl.steps import outcome
 from qrl.tasks import question_sets
@@ -45,7 +46,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
     """
     if len(stages) != len(run_ids):
         raise BadInput(f"--stage names {len(stages)} and --cell {len(run_ids)}: give one cell's run per stage.")
-    keys = signing.load_keys(recipe.promote)
+    signing_keys = signing.load_keys(recipe.promote)
     store.prepare()
     for stage in stages:
         check_stage(stage, recipe.promote.declared)
@@ -63,7 +64,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
         messages: list[str] = []
         try:
             for stage, candidate, base in zip(stages, candidates, bases, strict=True):
-                message = _promote_one(recipe, name, stages_by_name[stage], candidate, base, keys)
+                message = _promote_one(recipe, name, stages_by_name[stage], candidate, base, signing_keys)
                 messages.append(message)
                 click.echo(f"      {message}", err=True)
         finally:
@@ -76,7 +77,7 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
 def rollback(recipe: Recipe, stage: str) -> None:
     """Return a stage to the version before its last promotion."""
     name = registry.registered_name(recipe)
-    _, public_key = signing.load_keys(recipe.promote)
+    public_key = signing.load_keys(recipe.promote).public_key
     store.prepare()
     click.echo(f"Stage {stage} is {registry.rollback(name, stage, public_key)} again.")
     outcome.print_promoted(name, stage)
@@ -193,7 +194,7 @@ def _table_of_study() -> str:
 
 
 def _promote_one(
-    recipe: Recipe, name: str, stage: Stage, candidate: Evaluated, base: Ancestor, keys: tuple[Any, str]
+    recipe: Recipe, name: str, stage: Stage, candidate: Evaluated, base: Ancestor, signing_keys: SigningKeys
 ) -> str:
     """Register a candidate, decide on its stage and move the stage; return a sentence that says so.
 
@@ -208,10 +209,11 @@ def _promote_one(
 
     # Without an earlier stage the model may not exist yet. A server with rights denies what it lacks, so its history
     # is read only once `register` has made it.
-    history, origin = None, None
+    history = None
+    made_from = None
     if stage.made_from:
         history = pointers.current(name)
-        origin = registry.resolve(name, stage.made_from, history)
+        made_from = registry.resolve(name, stage.made_from, history)
     version = registry.register(
         name,
         candidate.model,
@@ -222,13 +224,13 @@ def _promote_one(
         stderr=candidate.stderr,
         n=candidate.n,
         chat=candidate.chat,
-        parent_version=origin.version if origin else None,
+        parent_version=made_from.version if made_from else None,
         history=history,
     )
     history = history or pointers.current(name)
 
-    decision = _decide(recipe, history, stage, candidate, version, origin or base)
-    decision = _check_signature(decision, version, *keys)
+    decision = _decide(recipe, history, stage, candidate, version, made_from or base)
+    decision = _check_signature(decision, version, signing_keys)
     record = {
         "run": candidate.run_id,
         "reasons": decision.reasons,
@@ -242,7 +244,7 @@ def _promote_one(
         raise GateRefused(f"{decision} The stage remains as it was.")
 
     replaced = _clause_on_replaced(name, history, stage.stage, version, candidate)
-    registry.promote(name, stage, version.version, record=record, expected=_judged_versions(history, stage, origin))
+    registry.promote(name, stage, version.version, record=record, expected=_judged_versions(history, stage, made_from))
     return f"{stage.stage} is version {version.version} of {name}{replaced}. {' '.join(decision.reasons)}"
 
 
@@ -257,12 +259,12 @@ def _check_chat(candidate: Evaluated) -> None:
         )
 
 
-def _judged_versions(history: History, stage: Stage, origin: versions.Version | None) -> dict[str, int | None]:
+def _judged_versions(history: History, stage: Stage, made_from: versions.Version | None) -> dict[str, int | None]:
     """Return the stages that the decision looked at, and the version that held each: `registry.promote` checks them."""
     compared = [name for name in (stage.stage, stage.gain_over, stage.loss_to) if name]
     held = {name: history.state.at.get(name) for name in compared}
-    if stage.made_from and origin:
-        held[stage.made_from] = origin.version
+    if stage.made_from and made_from:
+        held[stage.made_from] = made_from.version
     return held
 
 
@@ -305,17 +307,17 @@ def _decide(
     stage: Stage,
     candidate: Evaluated,
     version: versions.Version,
-    origin: versions.Version | Ancestor,
+    made_from: versions.Version | Ancestor,
 ) -> gate.Decision:
     """Collect what the stage's gate compares, and let it decide.
 
-    `origin` is what the candidate must be made from: the version at `stage.made_from`, or for the first stage the base
-    model itself.
+    `made_from` is what the candidate must be made from: the version at `stage.made_from`, or for the first stage the
+    base model itself.
     """
     # The digest of the files in the store now, not the version's tag: those are what would be served.
     version_digest = checkpoint.digest(versions.folder(version))
-    evidence = gate.Evidence(version_digest, origin_digest=origin.digest, min_n=recipe.promote.min_n)
-    if isinstance(origin, Ancestor):
+    evidence = gate.Evidence(version_digest, origin_digest=made_from.digest, min_n=recipe.promote.min_n)
+    if isinstance(made_from, Ancestor):
         return gate.decide(stage, candidate, evidence)
 
     max_growth = recipe.promote.max_length_growth
@@ -327,7 +329,7 @@ def _decide(
         for name in sorted(filter(None, compared_stages))
     }
     stage_tasks = {name: cell.task for name, cell in evaluations.items() if cell.task and candidate.task}
-    evidence = replace(evidence, parent_digest=_required_parent(candidate, origin), tasks=stage_tasks)
+    evidence = replace(evidence, parent_digest=_required_parent(candidate, made_from), tasks=stage_tasks)
     if any(task != candidate.task for task in stage_tasks.values()):
         return gate.decide(stage, candidate, evidence)  # nothing can be subtracted; the gate names the tasks
 
@@ -405,20 +407,20 @@ def _find_evaluation(
     return evaluations[0] if evaluations else None
 
 
-def _check_signature(decision: gate.Decision, version: versions.Version, signer: Any, public_key: str) -> gate.Decision:
+def _check_signature(decision: gate.Decision, version: versions.Version, keys: SigningKeys) -> gate.Decision:
     """Return a decision with one more check: a version that passed is signed now, or was before."""
-    if not (decision.passed and public_key):
+    if not (decision.passed and keys.public_key):
         return decision
     label = str(version)
     folder = versions.folder(version)
     try:
-        if signer:
-            signing.sign(label, version.uri, folder, signer, public_key)
-        signing.verify(label, version.uri, folder, public_key)
+        if keys.signer:
+            signing.sign(label, version.uri, folder, keys.signer, keys.public_key)
+        signing.verify(label, version.uri, folder, keys.public_key)
     except GateRefused as error:
         return replace(decision, passed=False, reasons=(str(error), *decision.reasons))
     reasons = (*decision.reasons, "Its signature verifies.")
-    return replace(decision, reasons=reasons, facts=decision.facts | {"signer": public_key})
+    return replace(decision, reasons=reasons, facts=decision.facts | {"signer": keys.public_key})
 
 
 def _evaluation(version: versions.Version, stage: str) -> Evaluated:
@@ -440,15 +442,15 @@ def _evaluation(version: versions.Version, stage: str) -> Evaluated:
     return cell
 
 
-def _required_parent(candidate: Evaluated, origin: versions.Version) -> str:
+def _required_parent(candidate: Evaluated, made_from: versions.Version) -> str:
     """Return the digest of the model that a candidate was made from, as its gate compares it with an earlier stage.
 
     It is the candidate's parent. Quantized weights of another training than the earlier stage's have one model between
     the two, their own in full precision: its parent counts.
     """
-    if candidate.digest == origin.digest and candidate.scheme != origin.scheme:
-        return origin.digest  # the same weights with another key-value cache
-    if candidate.parent == origin.digest or candidate.scheme == names.FULL or candidate.variant == origin.variant:
+    if candidate.digest == made_from.digest and candidate.scheme != made_from.scheme:
+        return made_from.digest  # the same weights with another key-value cache
+    if candidate.parent == made_from.digest or candidate.scheme == names.FULL or candidate.variant == made_from.variant:
         return candidate.parent
     line = lineage.line(candidate.model)
     if len(line) < 3:
