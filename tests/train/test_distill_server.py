@@ -195,7 +195,8 @@ def test_vllms_server_gives_the_loss_of_a_teacher_in_process(dtype, tolerance, t
                 time.sleep(1)
         served = losses(tmp_path / "served", away, teacher_server=address)
         with pytest.raises(BadInput, match=r"greater than max allowed: 64 .*: start it with .* --max-logprobs 65"):
-            losses(tmp_path / "more", away, teacher_server=address, distill_top_k=65)
+            settings = SMALL.model_copy(update={"teacher_server": address, "distill_top_k": 65})
+            distill.check(replace(job(tmp_path / "more", away, settings), teacher=tiny.PATH), Machine("cpu"))
     finally:
         engine.terminate()
         engine.wait(60)
