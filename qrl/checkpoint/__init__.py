@@ -249,6 +249,15 @@ def config(path: Path | str) -> dict:
     return settings
 
 
+def tokens(path: Path | str) -> dict[str, int]:
+    """Return the tokens of a folder's tokenizer and their ids; none where there is none, or only a binary one.
+
+    Raises:
+        BadInput: a file of it is no JSON object.
+    """
+    return vocabulary.tokens(Path(path), _json)
+
+
 def positions(path: Path | str) -> int | None:
     """Return the longest text in tokens; None where config.json does not say, or scales positions."""
     settings = config(path)

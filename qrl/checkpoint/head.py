@@ -1,8 +1,8 @@
 """The output head, where config.json ties it to the embedding and the file stores one all the same.
 
-Loaders differ over such a file: transformers 5 computes with a stored head that differs from the embedding; transformers
-4, AutoAWQ's, and vLLM drop it. So each scheme would store, and each engine measure, another model. A stored head that is
-the embedding, or the embedding in another dtype, is harmless: there every loader takes the embedding
+Loaders differ over such a file. transformers 5 computes with a stored head that differs from the embedding;
+transformers 4, which AutoAWQ uses, and vLLM drop it. So schemes would store, and engines measure, different models. A
+stored head that is the embedding, perhaps in another dtype, is harmless: every loader takes the embedding there
 (`pretrained.load`).
 """
 
@@ -67,8 +67,8 @@ def _check_embedding(folder: Path, entry_of: Mapping[str, Entry], head_name: str
         return  # under a name that is not known here
     raise BadInput(
         f"{folder / 'config.json'} ties the output head to the embedding ({TIED}: true), but the weights hold the head "
-        f"alone, {head_name}: some loaders would leave the embedding empty. Load the model with transformers 5 and save "
-        "it again, which stores the embedding.",
+        f"alone, {head_name}: some loaders would leave the embedding empty. Load the model with transformers 5 and "
+        "save it again, which stores the embedding.",
         field=TIED,
     )
 
@@ -103,6 +103,16 @@ def embedding(entry_of: Mapping[str, Entry]) -> str | None:
     names = [name for name in entry_of if name.endswith(".weight") and _module(name) in EMBEDDINGS]
     matrices = [name for name in names if len(entry_of[name].shape) == 2 and entry_of[name].dtype in header.FLOATS]
     return min(matrices, key=len, default=None)
+
+
+def row_count(settings: Mapping[str, Any], entry_of: Mapping[str, Entry]) -> int | None:
+    """Return the number of rows of the embedding, one for each token id; None where nothing shows it."""
+    embedding_name = embedding(entry_of)
+    if embedding_name:
+        return entry_of[embedding_name].shape[0]
+    inner_settings = settings.get("text_config")
+    size = settings.get("vocab_size", inner_settings.get("vocab_size") if isinstance(inner_settings, Mapping) else None)
+    return size if type(size) is int else None
 
 
 def used(settings: Mapping[str, Any], entry_of: Mapping[str, Entry]) -> str | None:

@@ -1,13 +1,13 @@
 """Check that the tokenizer's ids are rows of the embedding, without loading either.
 
-An id beyond the last row is an error deep in a kernel, or another row's vector, when the token first appears. A vocabulary
-that is smaller than the embedding is fine: many models pad it to a multiple of 64. So is a special token beyond it that
-nothing writes, such as the image token of Gemma 3's text model.
+An id beyond the last row is an error deep in a kernel when the token first appears. A vocabulary that is smaller than
+the embedding is fine: many models pad it to a multiple of 64. So is a special token beyond it that nothing writes, such
+as the image token of Gemma 3's text model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,28 @@ class _Vocabulary:
     ordinary: Mapping[str, int]  # tokens that any text may become
     special: Mapping[str, int]  # tokens that only their own names become
 
-    def next_id(self) -> int:
-        """Return the id that a further token gets when it is added."""
-        return max((*self.ordinary.values(), *self.special.values()), default=-1) + 1
+    def with_named(self, names: Sequence[str]) -> dict[str, int]:
+        """Return the special tokens with those that a tokenizer names and lacks: transformers adds them at the end."""
+        special_ids = dict(self.special)
+        next_id = max((*self.ordinary.values(), *self.special.values()), default=-1) + 1
+        for token in names:
+            if token not in self.ordinary and token not in special_ids:
+                special_ids[token] = next_id
+                next_id += 1
+        return special_ids
+
+
+def tokens(folder: Path, read_json: _Json) -> dict[str, int]:
+    """Return the tokens of a folder's tokenizer and their ids; none where its files are binary.
+
+    Raises:
+        BadInput: a file is no JSON object.
+    """
+    tokenizer_settings = _tokenizer_settings(folder, read_json)
+    vocabulary = _vocabulary(folder, tokenizer_settings, read_json)
+    if not vocabulary.ordinary and not vocabulary.special:
+        return {}
+    return {**vocabulary.ordinary, **vocabulary.with_named(list(_roles(tokenizer_settings).values()))}
 
 
 def check(folder: Path, settings: Mapping[str, Any], entry_of: Mapping[str, Entry], read_json: _Json) -> None:
@@ -42,21 +61,11 @@ def check(folder: Path, settings: Mapping[str, Any], entry_of: Mapping[str, Entr
     Raises:
         BadInput: an id has no row; the sentence names the token, its id and the number of rows.
     """
-    rows = _rows(settings, entry_of)
+    rows = head.row_count(settings, entry_of)
     if rows is None:
         return
     _check_named_ids(folder, settings, rows, read_json)
     _check_tokens(folder, rows, read_json)
-
-
-def _rows(settings: Mapping[str, Any], entry_of: Mapping[str, Entry]) -> int | None:
-    """Return the number of rows of the embedding; None where neither the file nor config.json shows it."""
-    embedding_name = head.embedding(entry_of)
-    if embedding_name:
-        return entry_of[embedding_name].shape[0]
-    inner_settings = settings.get("text_config")
-    size = settings.get("vocab_size", inner_settings.get("vocab_size") if isinstance(inner_settings, Mapping) else None)
-    return size if type(size) is int else None
 
 
 def _check_named_ids(folder: Path, settings: Mapping[str, Any], rows: int, read_json: _Json) -> None:
@@ -78,19 +87,12 @@ def _check_named_ids(folder: Path, settings: Mapping[str, Any], rows: int, read_
 
 
 def _check_tokens(folder: Path, rows: int, read_json: _Json) -> None:
-    file = folder / "tokenizer_config.json"
-    tokenizer_settings = read_json(file) if file.is_file() else {}
+    tokenizer_settings = _tokenizer_settings(folder, read_json)
     vocabulary = _vocabulary(folder, tokenizer_settings, read_json)
     if not vocabulary.ordinary and not vocabulary.special:
         return  # of a kind that is not read here
-
-    token_of_role = {role: _content(tokenizer_settings.get(role)) for role in _ROLES}
-    special_ids = dict(vocabulary.special)
-    next_id = vocabulary.next_id()
-    for token in token_of_role.values():
-        if token and token not in vocabulary.ordinary and token not in special_ids:  # transformers adds it
-            special_ids[token] = next_id
-            next_id += 1
+    token_of_role = _roles(tokenizer_settings)
+    special_ids = vocabulary.with_named(list(token_of_role.values()))
 
     reason_of = {token: "" for token, token_id in vocabulary.ordinary.items() if token_id >= rows}
     beyond = [token for token, token_id in special_ids.items() if token_id >= rows]
@@ -114,8 +116,19 @@ def _check_tokens(folder: Path, rows: int, read_json: _Json) -> None:
     )
 
 
+def _tokenizer_settings(folder: Path, read_json: _Json) -> dict:
+    file = folder / "tokenizer_config.json"
+    return read_json(file) if file.is_file() else {}
+
+
+def _roles(tokenizer_settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the tokens that a tokenizer names for a purpose, such as `pad_token`."""
+    token_of_role = {role: _content(tokenizer_settings.get(role)) for role in _ROLES}
+    return {role: token for role, token in token_of_role.items() if token}
+
+
 def _vocabulary(folder: Path, tokenizer_settings: Mapping[str, Any], read_json: _Json) -> _Vocabulary:
-    """Return the tokens of a folder's JSON files; those of a binary vocabulary, such as tokenizer.model, are left out."""
+    """Return the tokens of a folder's JSON files, without those of a binary vocabulary such as tokenizer.model."""
     ordinary: dict[str, int] = {}
     special: dict[str, int] = {}
     if (folder / "tokenizer.json").is_file():

@@ -53,9 +53,9 @@ def load(path: Path, **options) -> PreTrainedModel:
 
 
 def _tie(model: PreTrainedModel) -> None:
-    """Tie the head to the embedding where config.json does; a stored head differs in its dtype alone (`checkpoint.head`).
+    """Tie the head to the embedding where config.json does; `checkpoint.head` has shown that only their dtypes differ.
 
-    transformers would compute with it, and store it again beside `tie_word_embeddings: true`.
+    transformers would compute with the stored head, and store it again beside `tie_word_embeddings: true`.
     """
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not model.config.tie_word_embeddings or output is None or output.weight is embedding.weight:
