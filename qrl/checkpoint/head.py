@@ -61,9 +61,10 @@ def check(folder: Path, settings: Mapping[str, Any], entry_of: Mapping[str, Entr
 
 
 def _check_embedding(folder: Path, entry_of: Mapping[str, Entry], head_name: str) -> None:
-    """Raise BadInput where a tied head is stored and nothing has the shape of an embedding."""
+    """Raise BadInput where a tied head is stored and nothing outside the layers has the shape of an embedding."""
     shape = entry_of[head_name].shape
-    if any(entry.shape == shape for name, entry in entry_of.items() if name != head_name):
+    outside_layers = [entry for name, entry in entry_of.items() if name != head_name and ".layers." not in name]
+    if any(entry.shape == shape for entry in outside_layers):
         return  # under a name that is not known here
     raise BadInput(
         f"{folder / 'config.json'} ties the output head to the embedding ({TIED}: true), but the weights hold the head "
