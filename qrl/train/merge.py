@@ -97,11 +97,9 @@ def run(
     was_tied = original.config.tie_word_embeddings
     merged, update = fold(_with_adapter(original, adapter), stored_in)
     is_tied = merged.config.tie_word_embeddings
-    # What later steps load is compared: a head could be lost on its way to the disk, too.
     save.write(merged, base, out, dtype=stored_in)
-    del merged
-    checkpoint.check(out, need_chat_template=False)
-    stored = _logits(policy.load(out, Train(), "cpu"), prompts)
+    del merged, original  # before another one is loaded
+    stored = _logits_of(out, prompts)
     kl, update_kl = _kl(expected, stored), _kl(expected, before)
     other_base = over.storage != target.storage
     limit = max_kl * (_OTHER_BASE if other_base else 1)
@@ -253,6 +251,20 @@ def _dequantize_into(original, dequantized) -> float:
             size += float(weight.square().sum())
             weight.copy_(value)
     return (moved / size) ** 0.5 if size else 0.0
+
+
+def _logits_of(out: Path, prompts: Prompts) -> list:
+    """Return the logits of a written model, as later steps load it: a head could be lost on its way to the disk, too.
+
+    Raises:
+        BadInput: it is no checkpoint, or not finite; it is removed.
+    """
+    try:
+        checkpoint.check(out)
+        return _logits(policy.load(out, Train(), "cpu"), prompts)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
 
 
 def _logits(model, prompts: Prompts) -> list:
