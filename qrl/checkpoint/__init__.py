@@ -6,7 +6,8 @@ pickles, Python files or a pointer to remote code are refused. Checks read heade
 Transformers, vLLM and AutoAWQ each choose for themselves which files of a folder they read. A digest identifies a model
 only if it covers whatever any of them may read, so most of this file is lists of names: what counts (`files`), what
 must be absent (`refuse_code`), and how large a file may be. `header` reads a safetensors file's header, `architecture`
-compares it with config.json, and `stream` reads the weights themselves; `qrl.formats` builds on these.
+compares it with config.json, `head` and `vocabulary` compare head and tokenizer with the embedding, and `stream` reads
+the weights themselves; `qrl.formats` builds on these.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, BinaryIO
 
-from qrl.checkpoint import architecture, header
+from qrl.checkpoint import architecture, head, header, vocabulary
 from qrl.checkpoint.header import Entry
 from qrl.checkpoint.stream import Rows
 from qrl.errors import BadInput
@@ -98,9 +99,11 @@ def check(path: Path | str, *, need_tokenizer: bool = True, need_chat_template: 
     architecture.check(folder / "config.json", settings, entry_of)
     if need_tokenizer:
         _check_tokenizer(folder, need_chat_template)
+    head.check(folder, settings, entry_of)
     for name in files(folder):  # which refuses what one loader would read and another would not
         with _opened(folder / name):  # an unreadable file is an error now, and not once weights are loaded
             pass
+    vocabulary.check(folder, settings, entry_of, _json)
     weights_bytes = sum((folder / name).stat().st_size for name in shards(folder))
     method = (settings.get("quantization_config") or {}).get("quant_method")
     return Checkpoint(folder, weights_bytes, main_dtype(entry_of), method)
@@ -244,6 +247,15 @@ def config(path: Path | str) -> dict:
             "key."
         )
     return settings
+
+
+def tokens(path: Path | str) -> dict[str, int]:
+    """Return the tokens of a folder's tokenizer and their ids; none where there is none, or only a binary one.
+
+    Raises:
+        BadInput: a file of it is no JSON object.
+    """
+    return vocabulary.tokens(Path(path), _json)
 
 
 def positions(path: Path | str) -> int | None:

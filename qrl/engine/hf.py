@@ -178,7 +178,9 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
     # The checkpoint's sampling settings would change every accuracy: keep its end tokens only.
     generation = model.generation_config
     first_end, *_ = end_tokens(generation, path)
-    pad = first_end if generation.pad_token_id is None else generation.pad_token_id
+    pad = generation.pad_token_id
+    if pad is None or pad < 0:  # older models have -1 for none
+        pad = first_end
     model.generation_config = GenerationConfig(eos_token_id=generation.eos_token_id, pad_token_id=pad)
 
     if device == "cpu":
@@ -229,6 +231,7 @@ def generate(
         seed: of sampling; the same prompts in batches of the same size get the same completions.
         progress: called with the number of prompts in each finished batch.
     """
+    _check_ids(model, tokens, prompts)
     order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
     ends = set(_listed(model.generation_config.eos_token_id))
     special = set(tokens.all_special_ids)
@@ -240,6 +243,18 @@ def generate(
             completions[index] = completion(tokens, ids, ends, special)
         progress(len(batch))
     return [completions[index] for index in range(len(prompts))]
+
+
+def _check_ids(model: PreTrainedModel, tokens: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]]) -> None:
+    """Raise BadInput if a prompt holds a token without a row in the embedding, such as a text model's image token."""
+    rows = model.config.get_text_config().vocab_size
+    largest = max((max(prompt, default=0) for prompt in prompts), default=0)
+    if largest >= rows:
+        token = tokens.convert_ids_to_tokens(largest)
+        raise BadInput(
+            f"A prompt holds the token '{token}' with the id {largest}, but the model's embedding has {rows} rows, for "
+            f"ids 0 to {rows - 1}: leave the text of this token out of the questions."
+        )
 
 
 def completion(tokens: PreTrainedTokenizerBase, ids: list[int], ends: set[int], special: set[int]) -> Completion:

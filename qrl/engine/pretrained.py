@@ -48,7 +48,20 @@ def load(path: Path, **options) -> PreTrainedModel:
         lacking = f"{path} lacks {name}, which would be filled with random numbers"
         raise BadInput(f"{lacking}: copy or save the whole model again.")
     _refuse_left_over(path, loading["unexpected_keys"])
+    _tie(model)
     return model
+
+
+def _tie(model: PreTrainedModel) -> None:
+    """Tie the head to the embedding where config.json does; `checkpoint.head` has shown that only their dtypes differ.
+
+    transformers would compute with the stored head, and store it again beside `tie_word_embeddings: true`.
+    """
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if not model.config.tie_word_embeddings or output is None or output.weight is embedding.weight:
+        return
+    model.tie_weights()
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
 def check_fit(path: Path, *, for_transformers: bool = True) -> None:

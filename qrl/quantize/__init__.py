@@ -16,7 +16,7 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.formats import plain, stored
 from qrl.quantize import calibration as texts
-from qrl.quantize import error, staging
+from qrl.quantize import error, staging, verify
 from qrl.quantize import settings as choices
 from qrl.quantize.fit import check_finite, check_fit
 from qrl.quantize.settings import Settings
@@ -34,7 +34,8 @@ class Quantized:
     bits_per_parameter: float  # of the whole checkpoint, embeddings and norms included
     seconds: float  # loading and saving included, measuring the error excluded
     calibration_digest: str | None  # sha256 of the texts, in order; None for a scheme without calibration
-    layer_errors: tuple[float, ...]  # see `error.between`, the first decoder layer first; empty without a probe
+    layer_errors: tuple[float, ...]  # see `error.Errors`, the first decoder layer first; empty without a probe
+    logit_error: float | None  # likewise, of the logits; None without a probe
 
 
 def run(
@@ -66,7 +67,8 @@ def run(
     Raises:
         BadInput: the scheme is unknown, the source cannot be quantized or holds NaN, or texts are missing or too long;
             raised before anything is stored.
-        QrlError: the environment cannot run the scheme, or the staged copy is not the same model.
+        QrlError: the environment cannot run the scheme, the staged copy is not the same model, or the stored one has
+            another output head.
     """
     import torch
 
@@ -92,13 +94,14 @@ def run(
     torch.manual_seed(settings.seed)
     try:
         family.quantize(source, out, settings=settings, rows=rows, device=device)
+        plain.copy_text_files(source, out)
+        stored_checkpoint = verify.check_stored(source, out)
     except BaseException:
-        shutil.rmtree(out, ignore_errors=True)  # never leave half a checkpoint
+        shutil.rmtree(out, ignore_errors=True)  # never leave half a checkpoint, or another model
         raise
-    plain.copy_text_files(source, out)
     seconds = time.perf_counter() - start
 
-    errors: tuple[float, ...] = ()
+    errors = None
     if probe_rows:
         stage("measuring")
         measure = family.measure if scheme == names.AWQ else error.measure  # AutoAWQ's environment has no other engine
@@ -107,12 +110,13 @@ def run(
     return Quantized(
         path=out,
         settings=settings,
-        bytes=checkpoint.check(out).bytes,
+        bytes=stored_checkpoint.bytes,
         bits_per_weight=per_weight,
         bits_per_parameter=per_parameter,
         seconds=seconds,
         calibration_digest=texts.digest(calibration) if is_calibrated else None,
-        layer_errors=errors,
+        layer_errors=errors.layers if errors else (),
+        logit_error=errors.logits if errors else None,
     )
 
 

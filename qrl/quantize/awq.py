@@ -61,15 +61,15 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
         (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def measure(source: Path, out: Path, rows: Sequence[Sequence[int]], device: str) -> tuple[float, ...]:
+def measure(source: Path, out: Path, rows: Sequence[Sequence[int]], device: str) -> error.Errors:
     """Return `error.between` of two checkpoint folders, with the stored values loaded into the staged model.
 
     transformers 4.51 misreads the folder `out` itself.
     """
     with _staged(source, out, device) as model:
-        original = error.states(model, rows)
+        original = error.outputs(model, rows)
         model.load_state_dict(stored.plain_state(out, torch.float16), strict=False)
-        quantized = error.states(model, rows)
+        quantized = error.outputs(model, rows)
         return error.between(original, quantized)
 
 

@@ -1,65 +1,92 @@
-"""How far quantization moves a model's hidden states, layer by layer; SpinQuant's rotation of them is undone first."""
+"""How far quantization moves a model's hidden states, layer by layer, and its logits.
+
+SpinQuant's rotation of hidden states is undone first; logits are not rotated.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint
 from qrl.formats import rotation
+from qrl.quantize.verify import LAST_NORM
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-_LAST_NORM = "model.norm.weight"
 ROWS = 8  # texts to measure on; the mean is over their tokens
+LAST_TOKENS = 16  # of a text whose logits are kept, which limits memory
 
 
-def measure(source: Path, quantized: Path, rows: Sequence[Sequence[int]], device: str) -> tuple[float, ...]:
+@dataclass(frozen=True)
+class Outputs:
+    """What a model computes over the first `ROWS` texts, in float32 on the CPU."""
+
+    layers: list[Tensor]  # each decoder layer's output, (T, H); T tokens together
+    logits: Tensor  # (L, vocabulary) at the last `LAST_TOKENS` tokens of each text, L in all
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative squared errors of a quantized model's outputs, dimensionless; 0 is lossless."""
+
+    layers: tuple[float, ...]  # ‖H − H'‖² / ‖H‖² of each decoder layer's output, the first layer first
+    logits: float  # the same of logits, so that the head counts, too
+
+
+def measure(source: Path, quantized: Path, rows: Sequence[Sequence[int]], device: str) -> Errors:
     """Return `between` of two checkpoint folders in transformers' engine, loaded one after the other."""
     import torch
 
     from qrl.engine import device as devices
     from qrl.engine import hf
 
-    def states_of(folder: Path) -> list[Tensor]:
+    def outputs_of(folder: Path) -> Outputs:
         model, _ = hf.load(folder, device, devices.compute_dtype("auto", device))
-        hidden = states(model, rows)
+        computed = outputs(model, rows)
         del model  # before the next one is loaded
         if device == "cuda":
             torch.cuda.empty_cache()
-        return hidden
+        return computed
 
-    original_states = states_of(source)
-    quantized_states = states_of(quantized)
+    original_outputs = outputs_of(source)
+    quantized_outputs = outputs_of(quantized)
+    layers = quantized_outputs.layers
     quantization = checkpoint.config(quantized).get("quantization_config") or {}
     stream = rotation.of(quantization).get(rotation.STREAM)
     if stream:
-        quantized_states = [rotation.turned(layer, stream["head_dim"]) for layer in quantized_states]
+        layers = [rotation.turned(layer, stream["head_dim"]) for layer in layers]
         # SpinQuant has moved the last norm's weight into the head.
-        quantized_states[-1] *= dict(checkpoint.tensors(source, [_LAST_NORM]))[_LAST_NORM].float()
-    return between(original_states, quantized_states)
+        layers[-1] *= dict(checkpoint.tensors(source, [LAST_NORM]))[LAST_NORM].float()
+    return between(original_outputs, Outputs(layers, quantized_outputs.logits))
 
 
-def states(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Return each decoder layer's output, (T, H) in float32 on the CPU; T tokens in the first `ROWS` rows together."""
+def outputs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Outputs:
+    """Return what a model computes over the first `ROWS` rows of token ids."""
     import torch
 
-    layers: list[list[Tensor]] = []
+    layers_of_rows: list[list[Tensor]] = []
+    logits: list[Tensor] = []
     with torch.inference_mode():
         for row in rows[:ROWS]:
             ids = torch.tensor([list(row)], device=model.device)
-            _, *outputs = model(ids, output_hidden_states=True, use_cache=False).hidden_states
-            layers.append([output[0].float().cpu() for output in outputs])
-    return [torch.cat(states) for states in zip(*layers, strict=True)]
+            computed = model(ids, output_hidden_states=True, use_cache=False)
+            _, *states = computed.hidden_states
+            layers_of_rows.append([state[0].float().cpu() for state in states])
+            logits.append(computed.logits[0, -LAST_TOKENS:].float().cpu())
+    layers = [torch.cat(states) for states in zip(*layers_of_rows, strict=True)]
+    return Outputs(layers, torch.cat(logits))
 
 
-def between(original: Sequence[Tensor], quantized: Sequence[Tensor]) -> tuple[float, ...]:
-    """Return ||H − H'||² / ||H||² of each layer's states, dimensionless; 0 is lossless."""
-    errors = []
-    for layer, quantized_layer in zip(original, quantized, strict=True):
-        error = (quantized_layer - layer).square().sum() / layer.square().sum()
-        errors.append(error.item())
-    return tuple(errors)
+def between(original: Outputs, quantized: Outputs) -> Errors:
+    """Return how far a quantized model's outputs are from the original's."""
+    layers = [_relative(layer, other) for layer, other in zip(original.layers, quantized.layers, strict=True)]
+    return Errors(tuple(layers), _relative(original.logits, quantized.logits))
+
+
+def _relative(expected: Tensor, found: Tensor) -> float:
+    return ((found - expected).square().sum() / expected.square().sum()).item()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint
+from qrl.checkpoint import head
 from qrl.errors import BadInput, QrlError
 
 if TYPE_CHECKING:
@@ -61,10 +62,12 @@ def stage(source: Path, folder: Path) -> None:
 
 
 def verify(model: PreTrainedModel, loading: dict, source: Path) -> None:
-    """Check that a staged model in float32 is the original one, from its `output_loading_info` and its settings.
+    """Check that a staged model in float32 is the original one: its weights, the head included, and its settings.
+
+    With equal weights, settings and rotary frequencies, logits are equal up to rounding.
 
     Raises:
-        QrlError: weights are missing or left over, or a setting or a rotary frequency differs.
+        QrlError: weights are missing, left over or of other values, or a setting or a rotary frequency differs.
     """
     import torch
 
@@ -77,6 +80,7 @@ def verify(model: PreTrainedModel, loading: dict, source: Path) -> None:
         )
 
     original = checkpoint.config(source)
+    _check_weights(model, source, original)
     for key, value in original.items():
         loaded = json.loads(json.dumps(getattr(model.config, key, value), default=str))  # as in a file
         if key not in _FILE_KEYS | _TRANSLATED_KEYS and loaded != value:
@@ -96,4 +100,22 @@ def verify(model: PreTrainedModel, loading: dict, source: Path) -> None:
         if not torch.allclose(frequencies, expected, rtol=1e-4):
             raise QrlError(
                 f"AutoAWQ's transformers reads {source} with another rotary base than {base}: nothing was quantized."
+            )
+
+
+def _check_weights(model: PreTrainedModel, source: Path, config: dict) -> None:
+    """Raise QrlError if a loaded weight, or the head that logits are computed with, is not the stored one."""
+    entry_of = checkpoint.entries(source)
+    tensor_of = model.state_dict()
+    head_name = head.used(config, entry_of)
+    head_module = model.get_output_embeddings()
+    if head_name and head_module is not None:
+        tensor_of[head_name] = head_module.weight
+    unused_head = head.head(entry_of) if head.is_tied(config) else None  # equal up to rounding
+    names = [name for name in entry_of if name in tensor_of and name != unused_head]
+    for name, stored in checkpoint.tensors(source, names):
+        if not tensor_of[name].cpu().equal(stored.to(tensor_of[name].dtype)):
+            raise QrlError(
+                f"AutoAWQ's transformers loads {name} of {source} with other values than are stored: nothing was "
+                "quantized."
             )

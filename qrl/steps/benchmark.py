@@ -19,7 +19,7 @@ from tqdm import tqdm
 from transformers import AutoConfig
 
 from qrl import benchmark as bench
-from qrl import figures, names, process, registry
+from qrl import checkpoint, figures, names, process, registry
 from qrl.benchmark import Subject, capacity, local, summary
 from qrl.benchmark import http as load
 from qrl.engine import device as devices
@@ -302,6 +302,8 @@ def _stages(recipe: Recipe, stages: str | None) -> list[Subject]:
         base_awq = store_models.child(base.digest, names.BASE, names.AWQ)
         if base_awq:
             paths[names.BASE, names.AWQ] = store_models.local_path(base_awq)
+    for path in paths.values():
+        checkpoint.check(path)
     return [Subject(*cell, path) for cell, path in paths.items()]
 
 

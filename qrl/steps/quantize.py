@@ -137,10 +137,13 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
         log = contents.live_log()
         for layer, layer_error in enumerate(result.layer_errors):
             log({"quantize/layer_error": layer_error}, layer)
+        if result.logit_error is not None:
+            contents.log_scores({"quantize/logit_error": result.logit_error}, model_uri=uri)
         reuse.record_outputs(models={"model": uri}, values={"digest": digest, "parent": source.digest})
 
         size = f"{result.bytes / 1e6:.2f} MB, {result.bits_per_weight:.2f} bits a weight"
-        cost = f"error {result.layer_errors[-1]:.2g} after the last layer, {result.seconds:.1f} s"
+        errors = f"error {result.layer_errors[-1]:.2g} after the last layer, {result.logit_error:.2g} of logits"
+        cost = f"{errors}, {result.seconds:.1f} s"
         click.echo(f"      {name}: {size}, {cost}", err=True)
         return uri
 

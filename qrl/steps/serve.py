@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from qrl import names, registry
+from qrl import checkpoint, names, registry
 from qrl.engine import device as devices
 from qrl.errors import BadInput
 from qrl.evaluate import check_gpus, check_kv
@@ -145,13 +145,14 @@ def check_stage(recipe: Recipe, stage: str, *, host: str, port: int) -> tuple[ve
     """Return the version at a stage and how to load it, if it passed its gate and the port is free.
 
     Raises:
-        BadInput: the stage is unknown or has no version, or the port is in use.
+        BadInput: the stage is unknown or has no version, its checkpoint is odd, or the port is in use.
         GateRefused, QrlError: the version did not pass its gate, or its files are gone.
     """
     public_keys = signing.load_public_key(recipe.promote.require_signature)
     store.prepare()
     version = registry.resolve(registry.registered_name(recipe), stage)
     path = versions.check_gate(version)
+    checkpoint.check(path)
     server.check_port(host, port)
     verify = partial(versions.check_files, version, path, public_keys)
     device = devices.choose(recipe.device)

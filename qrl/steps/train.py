@@ -11,6 +11,7 @@ import click
 import pandas as pd
 
 from qrl import checkpoint, figures, names, process, source, tasks, tiny
+from qrl.checkpoint import head
 from qrl.engine import device as devices
 from qrl.engine import hf, memory
 from qrl.errors import BadInput, Objections
@@ -27,6 +28,7 @@ from qrl.train.job import Alarm
 from qrl.workspace import WORK, check_space, workspace
 
 PROMPTS_TO_CHECK = 8  # that a merged model answers beside the adapter-on model
+ARITHMETIC_KL = 1e-9  # nats per token: two float32 computations of one model differ by as much
 LOST = 0.5  # share of the update, as KL to the trained model, above which a merge warns
 _LOST_ADVICE = (
     "set merge.store_dtype = fp32, train longer or at a higher rate, so that the update outgrows the rounding of the "
@@ -221,7 +223,7 @@ def _warn(alarm: Alarm) -> None:
 def merge(recipe: Recipe, adapter: str) -> None:
     """Fold an adapter into the recipe's model, and log the merged model with what the merge lost."""
     base, folder = checkpoint.check(source.locate(recipe.model)), addresses.folder(adapter)
-    merging.check_adapter(folder)
+    merging.check(base, folder, recipe.merge.into)
     check_space(WORK, footprint.stored(base, recipe.merge.store_dtype), "The merged model")
     prompts, compared_on = _prompts_to_check(recipe, base.path)
     store.prepare()
@@ -239,11 +241,15 @@ def merge(recipe: Recipe, adapter: str) -> None:
         contents.log_params({"merged_into": f"the base {stored}", "compared_on": compared_on})
         moved = f"of {merged.update_kl:.2g} from it to its base"
         click.echo(f"      KL to the trained model {merged.kl:.2g}, {moved}, nats per token on {compared_on}", err=True)
-        if merged.kl > LOST * merged.update_kl:
+        if merged.changes and merged.kl > max(LOST * merged.update_kl, ARITHMETIC_KL):
             lost = f"KL {merged.kl:.2g} to the trained model, of {merged.update_kl:.2g} from it to its base"
             sentence = f"Merging lost most of what training changed ({lost}, nats per token): {_LOST_ADVICE}"
             click.secho(f"qrl: warning: {sentence}", fg="yellow", err=True)
             contents.tag(f"{names.TAG_WATCH}merge", sentence)
+        if merged.untied:
+            click.echo(
+                "      The adapter changes the head or the embedding alone: they are stored apart, untied.", err=True
+            )
         _tell_kept(merged.kept, "merge")
         moved = {"merge/kl": merged.kl, "merge/update_kl": merged.update_kl}
         moved |= {"merge/max_logit_diff": merged.max_logit_diff, "merge/residual": merged.merge_residual}
@@ -265,7 +271,9 @@ def _prompts_to_check(recipe: Recipe, base: Path) -> tuple[list[list[int]], str]
         if recipe.data or recipe.task not in tasks.TASKS:
             raise
         draw = random.Random(recipe.seed).randrange
-        lists = [[draw(len(tokens)) for _ in range(RANDOM_TOKENS)] for _ in range(PROMPTS_TO_CHECK)]
+        embedded = head.row_count(checkpoint.config(base), checkpoint.entries(base))
+        size = min(len(tokens), embedded or len(tokens))  # a part of either may be unused
+        lists = [[draw(size) for _ in range(RANDOM_TOKENS)] for _ in range(PROMPTS_TO_CHECK)]
         return (
             lists,
             f"{len(lists)} lists of random token ids, since no question of {recipe.task} is at hand: give data=FOLDER",

@@ -32,9 +32,20 @@ def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
         )
     linears = _linears(tensors)
     for target in settings.lora_targets:
+        leaf = target.rpartition(".")[2]
+        if leaf in HEADS or "embed" in leaf:
+            raise BadInput(
+                f"train.lora_targets names '{target}', the output head or the embedding, but training computes with "
+                f"their weights as they are, without an adapter: give {_leaves(linears)}, or train.method=full."
+            )
         if not any(name == target or name.endswith(f".{target}") for name in linears):
-            leaves = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
-            raise BadInput(f"train.lora_targets names '{target}', which is no linear of the model: give {leaves}.")
+            raise BadInput(
+                f"train.lora_targets names '{target}', which is no linear of the model: give {_leaves(linears)}."
+            )
+
+
+def _leaves(linears: Iterable[str]) -> str:
+    return ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
 
 
 def _linears(tensors: Mapping[str, Entry]) -> list[str]:

@@ -84,8 +84,9 @@ def test_the_engine_runs_it_and_stays_near_the_original(made, tiny_checkpoint, s
         assert 0 < (weight - stored).square().sum() <= WORST[scheme] * weight.square().sum()
     assert len(made[scheme].layer_errors) == 2
     assert 0 < made[scheme].layer_errors[-1] < FAR[scheme]
-    again = error.between(*(error.states(each, [[5, 6, 7]]) for each in (original, original)))
-    assert again == (0.0, 0.0)
+    assert 0 < made[scheme].logit_error < FAR[scheme]
+    again = error.between(*(error.outputs(each, [[5, 6, 7]]) for each in (original, original)))
+    assert again == error.Errors((0.0, 0.0), 0.0)
 
 
 def test_eight_bits_move_the_model_less_than_four(made):
