@@ -132,16 +132,9 @@ def check_chat(tokenizer: Any, template: str | Template) -> None:
 def check_kwargs(tokenizer: Any, template: str | Template) -> None:
     """Raise BadInput if the tokenizer's chat template has no variable of a name in the template's `kwargs`."""
     kwargs = resolve(template).kwargs
-    if not kwargs:
+    settable = settable_variables(tokenizer) if kwargs else None
+    if settable is None:
         return
-    from jinja2 import TemplateError
-
-    try:
-        variables = sandbox.variables(tokenizer.get_chat_template())
-    except (ValueError, TemplateError):  # no template, or a broken one: rendering reports it
-        return
-
-    settable = sorted(variables - _set_by_rendering(tokenizer))
     unknown = [name for name in kwargs if name not in settable]
     if unknown:
         variables_shown = f"which has {', '.join(settable)}" if settable else "which has none"
@@ -149,6 +142,17 @@ def check_kwargs(tokenizer: Any, template: str | Template) -> None:
             f"chat.template_kwargs sets '{unknown[0]}', but this is no variable of the model's chat template, "
             f"{variables_shown}: leave it out or use another model."
         )
+
+
+def settable_variables(tokenizer: Any) -> list[str] | None:
+    """Return the variables of the tokenizer's chat template that a recipe can set; None without a readable template."""
+    from jinja2 import TemplateError
+
+    try:
+        variables = sandbox.variables(tokenizer.get_chat_template())
+    except (ValueError, TemplateError):  # no template, or a broken one: rendering reports it
+        return None
+    return sorted(variables - _set_by_rendering(tokenizer))
 
 
 def template_hash(template: str | Template) -> str:

@@ -40,8 +40,13 @@ def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
     linears = _linears(tensors)
     for target in settings.lora_targets:
         if not any(name == target or name.endswith(f".{target}") for name in linears):
-            leaves = ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+            leaves = ", ".join(linear_names(tensors))
             raise BadInput(f"train.lora_targets names '{target}', which is no linear of the model: give {leaves}.")
+
+
+def linear_names(tensors: Mapping[str, Entry]) -> list[str]:
+    """Return the last parts of the names of the linears that an adapter can extend, such as q_proj, sorted."""
+    return sorted({name.rpartition(".")[2] for name in _linears(tensors)})
 
 
 def _linears(tensors: Mapping[str, Entry]) -> list[str]:

@@ -275,7 +275,9 @@ def test_answers_end_after_a_short_sft_also_for_programs_that_read_the_generatio
     model, tokens = hf.load(trained, "cpu", torch.float32)
     prompts = [prompt.render(tokens, each.question, "plain") for each in load("arithmetic", "heldout", 16, 0)]
     answers = hf.generate(model, tokens, prompts, max_new_tokens=150, batch_size=16)
-    assert [answer.finish_reason for answer in answers].count("stop") >= 15  # with the document's end, a third ended
+    assert [answer.finish_reason for answer in answers].count(
+        "stop"
+    ) >= 15  # with the document's end as theirs, 28 of 48 ended
 
     plain = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32)
     assert plain.generation_config.eos_token_id == [0, 2]
