@@ -155,6 +155,10 @@ class RecipeCommand(click.Command):
             from qrl.study import environments
 
             environments.check_checkout(self.name)
+        if name != recipe.DEFAULT and "model" in overrides:
+            from qrl.study import fit
+
+            overrides |= fit.replacements(name, overrides)
         inherited = self._inherited(typed_options, overrides) if name == recipe.DEFAULT else {}
         if self.auto == "tiny" and not inherited:
             from qrl.study import auto

@@ -23,11 +23,13 @@ from qrl import checkpoint, process
 from qrl.engine import attention, pretrained
 from qrl.errors import PANIC, BadInput
 from qrl.formats import kind, plain
+from qrl.tasks import turns
 
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+GENERATION = "generation_config.json"
 NAME = "transformers"  # in the records of an answer
 _MAX_LOGITS = 2**27  # in one batch of `log_likelihoods`: half a GB in float32
 _MAX_POSITIONS = 2**14  # in one batch of `log_likelihoods`, padding included
@@ -177,26 +179,63 @@ def load(path: Path, device: str, dtype: torch.dtype) -> tuple[PreTrainedModel, 
 
     # The checkpoint's sampling settings would change every accuracy: keep its end tokens only.
     generation = model.generation_config
-    first_end, *_ = end_tokens(generation, path)
+    tokens = tokenizer(path)
+    ends = end_tokens(generation, path, tokens)
     pad = generation.pad_token_id
     if pad is None or pad < 0:  # older models have -1 for none
-        pad = first_end
-    model.generation_config = GenerationConfig(eos_token_id=generation.eos_token_id, pad_token_id=pad)
+        pad = ends[0]
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=pad)
 
     if device == "cpu":
         attention.use_grouped(model)
-    return model.eval(), tokenizer(path)
+    return model.eval(), tokens
 
 
-def end_tokens(generation: GenerationConfig, path: Path) -> list[int]:
-    """Return the end tokens that a checkpoint's generation settings name.
+def end_tokens(
+    generation: GenerationConfig | None, path: Path, tokens: PreTrainedTokenizerBase | None = None
+) -> list[int]:
+    """Return the tokens that end an answer of a checkpoint, for every engine, in training and after it.
+
+    Args:
+        generation: its generation settings; None reads them.
+        path: its folder.
+        tokens: its tokenizer; None loads it.
 
     Raises:
-        BadInput: they name none.
+        BadInput: no file names any.
     """
-    if generation.eos_token_id is None:
+    ends = turns.end_tokens(tokens or tokenizer(path), _named_ends(generation, path))
+    if not ends:
         raise BadInput(f"{path} names no end token (eos_token_id) in generation_config.json: answers could never stop.")
-    return _listed(generation.eos_token_id)
+    return ends
+
+
+def describe_ends(path: Path) -> str:
+    """Return a sentence where a checkpoint's files name different ends of a turn; empty if they agree."""
+    return turns.describe_disagreement(tokenizer(path), _named_ends(None, path))
+
+
+def names_all_ends(path: Path) -> bool:
+    """Return whether a checkpoint's own generation settings name all tokens that end its answers, as others read."""
+    return set(end_tokens(None, path)) <= set(_named_ends(None, path))
+
+
+def name_ends(folder: Path) -> None:
+    """Write into a checkpoint's generation settings all tokens that end its answers, if they do not name them all."""
+    if not names_all_ends(folder):
+        file = folder / GENERATION
+        file.write_text(json.dumps(_settings(file) | {"eos_token_id": end_tokens(None, folder)}, indent=2) + "\n")
+
+
+def _named_ends(generation: GenerationConfig | None, path: Path) -> list[int]:
+    """Return the end tokens that a checkpoint's generation settings name, or without such a file its config.json."""
+    if generation is not None:
+        named = generation.eos_token_id
+    elif (path / GENERATION).is_file():
+        named = _settings(path / GENERATION).get("eos_token_id")
+    else:
+        named = checkpoint.config(path).get("eos_token_id")
+    return [] if named is None else _listed(named)
 
 
 def describe_departure(path: Path, device: str) -> str:

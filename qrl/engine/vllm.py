@@ -147,10 +147,8 @@ class Vllm(AbstractContextManager):
 
     def _read_settings(self, path: Path) -> None:
         """Read what differs between two checkpoints of one network: tokenizer, end tokens, and the format."""
-        from transformers import GenerationConfig
-
         self.tokens = hf.tokenizer(path)
-        self._ends = set(hf.end_tokens(GenerationConfig.from_pretrained(path), path))
+        self._ends = set(hf.end_tokens(None, path, self.tokens))
         self._network = network(path)
         self._departure = describe_departure(path, self.kernels)
 

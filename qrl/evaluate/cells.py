@@ -231,7 +231,7 @@ def check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
 def _references(
     questions: Sequence[tasks.Question], prompts: Sequence[Sequence[int]], tokens: Any, path: Path
 ) -> dict[int, list[int]]:
-    """Return index of a question → token ids of its worked solution and the end token, which follow its prompt.
+    """Return index of a question → token ids of its worked solution and the end of the turn, which follow its prompt.
 
     A question is left out if its solution is no more than the answer, or too long for the model's positions.
     """
@@ -241,7 +241,7 @@ def _references(
         bare_answers = ("", question.answer, f"#### {question.answer}", f"\\boxed{{{question.answer}}}")
         if question.solution.strip() in bare_answers:
             continue
-        ids = tokens(question.solution + (tokens.eos_token or ""), add_special_tokens=False)["input_ids"]
+        ids = prompt.solution_ids(tokens, question.solution)
         if len(prompt_ids) + len(ids) < positions:
             references[index] = ids
     return references

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import qrl
+from qrl.engine import hf
 from qrl.engine.vllm_support import memory_options
 from qrl.errors import BadInput
 from qrl.formats import plain
@@ -143,6 +144,8 @@ def _vllm_options(model: ServedModel, address: list[str], scratch: Path) -> list
         *("--shutdown-timeout", str(DRAIN_S)),  # without it, running answers are cut off
         *address,
     ]
+    if not hf.names_all_ends(path):
+        options += ["--generation-config", str(_write_ends(path, scratch / "generation"))]
     if model.chat:
         options += ["--default-chat-template-kwargs", json.dumps(model.chat)]
     if model.kv_fp8:
@@ -155,6 +158,13 @@ def _vllm_options(model: ServedModel, address: list[str], scratch: Path) -> list
         for name, value in memory_options(model.memory or 1.0, model.cache_gib).items():
             options += [f"--{name.replace('_', '-')}", str(value)]
     return options
+
+
+def _write_ends(path: Path, folder: Path) -> Path:
+    """Write generation settings that name all tokens which end an answer of a checkpoint, and return their folder."""
+    folder.mkdir(parents=True)
+    (folder / hf.GENERATION).write_text(json.dumps({"eos_token_id": hf.end_tokens(None, path)}))
+    return folder
 
 
 def unpacks(engine: str, path: Path, device: str) -> bool:

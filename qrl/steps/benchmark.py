@@ -31,6 +31,7 @@ from qrl.registry import signing, versions
 from qrl.serve import engines, server
 from qrl.serve.engines import ServedModel
 from qrl.serve.process import Engine
+from qrl.steps import endings
 from qrl.tasks import prompt, question_sets
 from qrl.tracking import addresses, contents, runs, store
 from qrl.tracking import models as store_models
@@ -66,6 +67,7 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
     template = prompt.of_recipe(recipe)
     prompts = []  # of each subject, since tokenizers and chat templates may differ
     for subject in measured_subjects:
+        question_sets.check_chat(recipe, subject.path)
         tokenizer = hf.tokenizer(subject.path)
         prompts.append([prompt.render(tokenizer, question.question, template) for question in questions])
 
@@ -74,6 +76,7 @@ def benchmark(recipe: Recipe, *, stages: str | None, models: str | None, url: st
         workspace("benchmark") as work,
         runs.step("benchmark", recipe, sections=("benchmark",), params=params, system_metrics=True),
     ):
+        endings.tell(subject.path for subject in measured_subjects)
         if rates:
             _capacities(recipe, measured_subjects, prompts, device, work)
         elif url:

@@ -22,7 +22,7 @@ from qrl.errors import Objections, UnhealthyCell
 from qrl.evaluate import cells, check_gpus, check_kv, groups, health, scores
 from qrl.formats import groups as groups_of_codes
 from qrl.recipe import Recipe, lists
-from qrl.steps import answers, outcome, record, stored
+from qrl.steps import answers, endings, outcome, record, stored
 from qrl.tasks import prompt, question_sets
 from qrl.tracking import addresses, contents, keys, lineage, models, projects, reuse, runs, store
 from qrl.workspace import workspace
@@ -87,6 +87,7 @@ def evaluate(recipe: Recipe, cells_text: str | None) -> None:
     params = {"device": device}
     tags = {names.TAG_TASK: tasks.label(recipe.task)}
     with runs.step("evaluate", recipe, sections=("evaluate",), params=params, tags=tags):
+        endings.tell(weights.path for _, weights in checkpoints.values())
         evaluations = [
             Evaluation(recipe, variant, scheme, address, weights, digests[variant, scheme], questions, device)
             for (variant, scheme), (address, weights) in checkpoints.items()

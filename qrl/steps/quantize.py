@@ -24,8 +24,8 @@ from qrl.quantize import calibration, error
 from qrl.quantize import settings as choices
 from qrl.quantize.settings import Settings
 from qrl.recipe import Recipe, lists
-from qrl.steps import outcome, record
-from qrl.tasks import prompt, question_sets
+from qrl.steps import endings, outcome, record
+from qrl.tasks import prompt, question_sets, turns
 from qrl.tasks import rows as task_rows
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.workspace import WORK, check_space, workspace
@@ -84,6 +84,7 @@ def quantize(recipe: Recipe, schemes: tuple[str, ...], models: str | None) -> No
     tags = {names.TAG_SCHEME: scheme_list, names.TAG_TASK: task}
     with runs.step("quantize", recipe, sections=("quantize",), params=params, tags=tags):
         _log_calibration_sets(texts_of_schemes, task)
+        endings.tell(source.path for source in checkpoints.values())
         addresses_of_cells = {}
         for scheme, texts in zip(schemes, texts_of_schemes, strict=True):
             with workspace(f"quantize-{scheme}", shared=True) as work:
@@ -215,7 +216,7 @@ class Texts:
         return self._rendered(model, [(question, True) for question in self._probe_questions])
 
     def _rendered(self, model: Path, solved: list[_Solved]) -> list[str]:
-        """Render questions with their solutions; the end token is left out where a solution was cut."""
+        """Render questions with their solutions; the end of the turn is left out where a solution was cut."""
         tokenizer = hf.plain_tokenizer(model)
         template = prompt.of_recipe(self.recipe)
         texts = []
@@ -223,7 +224,7 @@ class Texts:
             for question, has_ended in solved:
                 text = prompt.training_text(tokenizer, question, template)
                 if not has_ended:
-                    text = text.removesuffix(tokenizer.eos_token)
+                    text = text.removesuffix(turns.closing(tokenizer))
                 texts.append(text)
                 bar.update()
         return texts

@@ -25,6 +25,7 @@ from qrl.registry import signing, versions
 from qrl.serve import engines, follow, process, server
 from qrl.serve.engines import ServedModel
 from qrl.serve.log import rotating_writer
+from qrl.steps import endings
 from qrl.tracking import contents, fetched, owners, runs, signals, store
 
 ENGINES = ("auto", engines.TRANSFORMERS, engines.VLLM)
@@ -104,6 +105,7 @@ def serve(
             contents.note({}, seconds, step=0)
 
         with runs.step("serve", params=params, tags={names.TAG_DIGEST: version.digest}):
+            endings.tell([model.path])
             if not follows:
                 server.run(child, model, host, port, on_ready=announce)
                 return

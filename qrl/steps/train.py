@@ -18,7 +18,7 @@ from qrl.errors import BadInput, Objections
 from qrl.formats import groups
 from qrl.formats.kept import Kept
 from qrl.recipe import Recipe, rules
-from qrl.steps import outcome, record
+from qrl.steps import endings, outcome, record
 from qrl.tasks import contamination, prompt, question_sets, rows
 from qrl.tiny import corpus
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
@@ -78,6 +78,7 @@ def _train_one(recipe: Recipe, machine: Machine, others: int) -> None:
     ):
         _log_questions(recipe, training)
         _check_contamination(recipe, training.base.path, job.questions, training.heldout)
+        endings.tell([training.base.path])
         shutil.rmtree(job.out, ignore_errors=True)
         if training.processes == 1:
             _say_unused(recipe, devices.gpus(machine.device))

@@ -43,11 +43,13 @@ def study(recipe: str = "auto", **overrides: object) -> Study:
     """
     from qrl import compare
     from qrl import recipe as recipes
-    from qrl.study import auto, pipeline
+    from qrl.study import auto, fit, pipeline
     from qrl.tracking import contents, projects
 
     typed = {key: str(value) for key, value in overrides.items()}
     name = auto.recipe_for(recipe, typed)
+    if recipe != recipes.DEFAULT and "model" in typed:
+        typed |= fit.replacements(recipe, typed)
     settings = recipes.load(name, typed)
     if "prompt" in typed:  # a file's contents, which the steps then share
         typed["prompt"] = settings.prompt

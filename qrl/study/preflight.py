@@ -107,8 +107,20 @@ def _check_base(recipe: Recipe, objections: Objections) -> str:
 
     base = checkpoint.check(source.locate(recipe.model))
     objections.keep(question_sets.check_chat, recipe, base.path)
+    if recipe.model not in source.SHIPPED:
+        _tell_ends(base.path, objections)
     check_schemes(recipe, base.path, objections)
     return base.digest
+
+
+def _tell_ends(base: Path, objections: Objections) -> None:
+    """Print which end of a turn each file of the base names and what is taken, if they do not agree."""
+    from qrl.engine import hf
+    from qrl.study import report
+
+    sentence = objections.keep(hf.describe_ends, base)
+    if sentence:
+        report.warn([sentence])
 
 
 def _check_machine(recipe: Recipe, device: str, objections: Objections) -> None:

@@ -14,11 +14,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qrl.errors import BadInput
-from qrl.tasks import own, sandbox
+from qrl.tasks import own, sandbox, turns
 from qrl.tasks.question import Question
 
 if TYPE_CHECKING:
     from qrl.recipe import Recipe
+
+
+_WITHOUT_SYSTEM = "move `system` into `user` in the prompt's file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +81,21 @@ def render(tokenizer: Any, question: str, template: str | Template) -> list[int]
 
 
 def training_text(tokenizer: Any, question: Question, template: str | Template) -> str:
-    """Return prompt, solution and end token as one text, for calibration; tokenize it without special tokens.
+    """Return prompt, solution and the end of the turn as one text; tokenize it without special tokens.
 
     Raises:
-        BadInput: the tokenizer has no end token.
+        BadInput: neither the chat template nor the tokenizer names an end token.
     """
-    if tokenizer.eos_token is None:
-        raise BadInput("The tokenizer has no end token, which every training text needs: set eos_token in its config.")
-    return _prompt(tokenizer, question.question, template) + question.solution + tokenizer.eos_token
+    return _prompt(tokenizer, question.question, template) + question.solution + turns.closing(tokenizer)
+
+
+def solution_ids(tokenizer: Any, solution: str) -> list[int]:
+    """Return the token ids of a worked solution and the end of the turn, as they follow the prompt's.
+
+    Raises:
+        BadInput: neither the chat template nor the tokenizer names an end token.
+    """
+    return tokenizer(solution + turns.closing(tokenizer), add_special_tokens=False)["input_ids"]
 
 
 def check_task(task: str, template: str | Template) -> None:
@@ -105,19 +115,26 @@ def check_task(task: str, template: str | Template) -> None:
     raise BadInput(f"{mismatch}, but the task is {task}: expected prompt={' or prompt='.join(fitting)}.")
 
 
+def check_chat(tokenizer: Any, template: str | Template) -> None:
+    """Raise BadInput if the tokenizer's chat template cannot render a prompt, or leaves out its system turn."""
+    wording = resolve(template)
+    question = "1 + 1?"
+    with_system = _prompt(tokenizer, question, wording)
+    if wording.system is None or not wording.system.strip():
+        return
+    # Some templates skip roles that they do not know, so that the model would never read this turn.
+    if with_system == _renders(tokenizer, question, replace(wording, system=None)):
+        raise BadInput(
+            f"The model's chat template has no system role and leaves the prompt's system turn out: {_WITHOUT_SYSTEM}."
+        )
+
+
 def check_kwargs(tokenizer: Any, template: str | Template) -> None:
     """Raise BadInput if the tokenizer's chat template has no variable of a name in the template's `kwargs`."""
     kwargs = resolve(template).kwargs
-    if not kwargs:
+    settable = settable_variables(tokenizer) if kwargs else None
+    if settable is None:
         return
-    from jinja2 import TemplateError
-
-    try:
-        variables = sandbox.variables(tokenizer.get_chat_template())
-    except (ValueError, TemplateError):  # no template, or a broken one: rendering reports it
-        return
-
-    settable = sorted(variables - _set_by_rendering(tokenizer))
     unknown = [name for name in kwargs if name not in settable]
     if unknown:
         variables_shown = f"which has {', '.join(settable)}" if settable else "which has none"
@@ -125,6 +142,17 @@ def check_kwargs(tokenizer: Any, template: str | Template) -> None:
             f"chat.template_kwargs sets '{unknown[0]}', but this is no variable of the model's chat template, "
             f"{variables_shown}: leave it out or use another model."
         )
+
+
+def settable_variables(tokenizer: Any) -> list[str] | None:
+    """Return the variables of the tokenizer's chat template that a recipe can set; None without a readable template."""
+    from jinja2 import TemplateError
+
+    try:
+        variables = sandbox.variables(tokenizer.get_chat_template())
+    except (ValueError, TemplateError):  # no template, or a broken one: rendering reports it
+        return None
+    return sorted(variables - _set_by_rendering(tokenizer))
 
 
 def template_hash(template: str | Template) -> str:
@@ -158,5 +186,15 @@ def _prompt(tokenizer: Any, question: str, template: str | Template) -> str:
         return sandbox.render(tokenizer, messages(question, wording), wording.kwargs)
     except Exception as error:  # the template is a program: it can raise anything
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:150]}"
+        if wording.system is not None and _renders(tokenizer, question, replace(wording, system=None)):
+            raise BadInput(f"The model's chat template has no system role ({reason}): {_WITHOUT_SYSTEM}.") from None
         failure = f"The model's chat template fails on a single question ({reason})"
         raise BadInput(f"{failure}: repair it, or get it from the model's publisher.") from None
+
+
+def _renders(tokenizer: Any, question: str, wording: Template) -> str:
+    """Return a prompt, or an empty text if the model's chat template fails."""
+    try:
+        return sandbox.render(tokenizer, messages(question, wording), wording.kwargs)
+    except Exception:  # the template is a program: it can raise anything
+        return ""

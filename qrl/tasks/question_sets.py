@@ -71,9 +71,14 @@ def load(
 
 
 def check_chat(recipe: "Recipe", folder: Path) -> None:
-    """Raise BadInput if the chat template in a checkpoint's folder has no variable that `chat.template_kwargs` sets."""
-    if recipe.chat.template_kwargs:
-        prompt.check_kwargs(hf.tokenizer(folder), prompt.of_recipe(recipe))
+    """Raise BadInput if the chat template in a checkpoint's folder does not fit the recipe.
+
+    It has no variable that `chat.template_kwargs` sets, or no system role, which the prompt needs.
+    """
+    template = prompt.of_recipe(recipe)
+    # Other templates are rendered with the first question; a tokenizer takes a second to load.
+    if template.kwargs or template.system is not None:
+        prompt.check_chat(hf.tokenizer(folder), template)
 
 
 def digest(questions: Sequence[Question]) -> str:

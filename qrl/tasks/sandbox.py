@@ -43,7 +43,11 @@ _processes: dict[int, subprocess.Popen] = {}  # by the id of this process: a for
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    variables: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool = True,
 ) -> str:
     """Return a chat as the text of a prompt, up to the start of the model's own turn.
 
@@ -53,12 +57,14 @@ def render(
         tokenizer: it has the template and the special tokens.
         messages: the turns of the chat, each with `role` and `content`.
         variables: values of the template's own variables; they precede the special tokens.
+        add_generation_prompt: whether the start of the model's next turn follows the last message.
 
     Raises:
         jinja2.TemplateError: the template fails or exceeds a limit; its class has the name of the error.
         ValueError: the tokenizer has no template, or several and none is the default.
     """
-    values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    values = {"messages": messages, "tools": None, "documents": None}
+    values["add_generation_prompt"] = add_generation_prompt
     values |= tokenizer.special_tokens_map
     values |= variables
     return _request({"template": tokenizer.get_chat_template(), "values": values})

@@ -85,10 +85,18 @@ def write(folder: Path, model: LoggedModel, facts: Mapping[str, Any]) -> None:
         code=_CODE,
         conda_env="conda.yaml",
         python_env="python_env.yaml",
-        model_config={"do_sample": False},  # greedy, as it was evaluated
+        model_config=_generation(folder / "model"),
     )
     described.save(str(folder / "MLmodel"))
     _write_environment(folder, packages)
+
+
+def _generation(path: Path) -> dict[str, Any]:
+    """Return how MLflow's model generates: greedily, up to a token that ends an answer, as it was evaluated."""
+    settings: dict[str, Any] = {"do_sample": False}
+    if not hf.names_all_ends(path):
+        settings["eos_token_id"] = hf.end_tokens(None, path)
+    return settings
 
 
 def requirements(scheme: str) -> list[str]:

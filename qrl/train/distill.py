@@ -123,7 +123,7 @@ def make_trainer(job: Job, teacher: Path):
         model=policy.load(job.base, settings, job.device),
         args=args,
         train_dataset=arguments.dataset([row for row in rows for _ in range(settings.generations)]),
-        processing_class=hf.tokenizer(job.base),
+        processing_class=policy.tokenizer(job.base),
         callbacks=[metrics.callback(settings, job.log, metrics.DISTILLATION)],
     )
     if process.sharded():

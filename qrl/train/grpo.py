@@ -5,7 +5,6 @@ callback would take over and end the project's run, and drop parameters in batch
 """
 
 from qrl import checkpoint, process
-from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.tasks import prompt
 from qrl.train import arguments, footprint, loop, policy, reward, rollout, sharded
@@ -66,7 +65,7 @@ def make_trainer(job: Job):
         {"prompt": prompt.messages(item.question, job.template), "answer": item.answer, "question": item.question}
         for item in questions
     ]
-    tokens = hf.tokenizer(job.base)
+    tokens = policy.tokenizer(job.base)
     trainer = grpo_trainer(job.rollout, settings.max_resamples, settings.qat, job.group_size)(
         model=policy.load(job.base, settings, job.device),
         reward_funcs=reward.functions(job.task, settings.rewards, settings, tokens),

@@ -4,18 +4,25 @@ An adapter's base stays frozen, so it may be stored in fewer bits than the train
 double quantization (arXiv 2305.14314, sections 3 and 4). The reference policy is the same base with the adapter off.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from qrl import process
 from qrl.checkpoint.header import Entry
-from qrl.engine import attention, pretrained
+from qrl.engine import attention, hf, pretrained
 from qrl.errors import BadInput
 from qrl.recipe import PACKED, Train
+from qrl.tasks import turns
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 RECORD = "qrl_base.json"  # beside an adapter: what it was trained over
 HEADS = ("lm_head", "embed_out", "output")  # output heads: TRL reads their weights without any adapter
@@ -36,16 +43,16 @@ def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
         if leaf in HEADS or "embed" in leaf:
             raise BadInput(
                 f"train.lora_targets names '{target}', the output head or the embedding, but training computes with "
-                f"their weights as they are, without an adapter: give {_leaves(linears)}, or train.method=full."
+                f"their weights as they are, without an adapter: give {', '.join(linear_names(tensors))}, or train.method=full."
             )
         if not any(name == target or name.endswith(f".{target}") for name in linears):
-            raise BadInput(
-                f"train.lora_targets names '{target}', which is no linear of the model: give {_leaves(linears)}."
-            )
+            leaves = ", ".join(linear_names(tensors))
+            raise BadInput(f"train.lora_targets names '{target}', which is no linear of the model: give {leaves}.")
 
 
-def _leaves(linears: Iterable[str]) -> str:
-    return ", ".join(sorted({name.rpartition(".")[2] for name in linears}))
+def linear_names(tensors: Mapping[str, Entry]) -> list[str]:
+    """Return the last parts of the names of the linears that an adapter can extend, such as q_proj, sorted."""
+    return sorted({name.rpartition(".")[2] for name in _linears(tensors)})
 
 
 def _linears(tensors: Mapping[str, Entry]) -> list[str]:
@@ -62,7 +69,7 @@ def load(base: Path, settings: Train, device: str):
     Full training and a base in fp32 get fp32 weights: at RL's learning rates, bf16 masters would lose most updates.
 
     Raises:
-        BadInput: a weight is not finite, or bitsandbytes packs none.
+        BadInput: a weight is not finite, bitsandbytes packs none, or no file of the base names an end token.
     """
     storage, compute = settings.storage, getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[settings.compute])
     options = {}
@@ -70,6 +77,8 @@ def load(base: Path, settings: Train, device: str):
         place = f"cuda:{process.local_rank()}" if device == "cuda" else "cpu"
         options = {"quantization_config": pretrained.bitsandbytes(storage, compute), "device_map": {"": place}}
     model = pretrained.load(base, dtype=torch.float32 if storage == "fp32" else compute, **options)
+    # TRL's trainers end an answer at these, and at the tokenizer's end token.
+    model.generation_config.eos_token_id = hf.end_tokens(model.generation_config, base)
     if name := first_nonfinite(model.named_parameters()):
         raise BadInput(f"{base} holds NaN or infinity in {name}: give weights that are finite.")
     for _, module in packed(model):
@@ -81,6 +90,18 @@ def load(base: Path, settings: Train, device: str):
     if device == "cpu":
         attention.use_grouped(model)
     return model
+
+
+def tokenizer(base: Path) -> PreTrainedTokenizerBase:
+    """Return the base's tokenizer, with an end token for TRL's trainers, which count on one.
+
+    Where the tokenizer names none, the token is the one that the chat template ends a turn with.
+    """
+    tokens = hf.tokenizer(base)
+    if tokens.eos_token is None:
+        tokens.eos_token = turns.closing_token(tokens)
+        tokens.pad_token = tokens.pad_token or tokens.eos_token
+    return tokens
 
 
 def first_nonfinite(weights: Iterable[tuple[str, torch.Tensor]]) -> str | None:

@@ -8,6 +8,7 @@ import torch
 
 from qrl import checkpoint
 from qrl.checkpoint import header
+from qrl.engine import hf
 from qrl.errors import QrlError
 from qrl.formats import plain
 from qrl.formats.fakequant import linears
@@ -67,6 +68,8 @@ def update(model, base: checkpoint.Checkpoint, dtype: str, state: dict[str, torc
 def write(model, base: Path, out: Path, *, dtype: str | None, state: dict | None = None, note: Callable | None = None):
     """Write weights beside the base's own tokenizer files, so that prompts stay identical.
 
+    Generation settings that do not name all tokens which end an answer get those too.
+
     Args:
         model: a transformers model, or a PEFT model, of which only the adapter is written.
         base: folder of the tokenizer, chat template and generation settings.
@@ -92,6 +95,8 @@ def write(model, base: Path, out: Path, *, dtype: str | None, state: dict | None
             config |= {"dtype": dtype, "use_cache": checkpoint.config(base).get("use_cache", True)}
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         plain.copy_text_files(base, folder)
+        if dtype is not None:
+            hf.name_ends(folder)  # other programs read the generation settings, and not the chat template
         if note:
             note(folder)
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from itertools import islice
 
 from qrl import checkpoint, process
-from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.recipe import Train
 from qrl.tasks import prompt
@@ -54,7 +53,7 @@ def run(job: Job) -> Trained:
 def _make_trainer(job: Job):
     from trl import SFTConfig, SFTTrainer
 
-    settings, tokens = _of_solutions(job.settings), hf.tokenizer(job.base)
+    settings, tokens = _of_solutions(job.settings), policy.tokenizer(job.base)
     texts = [_tokenized(tokens, question, job.template) for question in job.questions]
     order = question_order(len(texts), settings.prompts_per_step, job.seed)
     optimization = arguments.optimization(replace(job, settings=settings), settings.prompts_per_step)
@@ -81,8 +80,8 @@ def _of_solutions(settings: Train) -> Train:
 
 
 def _tokenized(tokens, question, template) -> dict[str, list[int]]:
-    """Return a question's prompt and solution with the end token, as ids, and the labels: the solution's alone."""
+    """Return prompt, solution and the end of the turn as ids, and the labels: those after the prompt alone."""
     prompt_ids = prompt.render(tokens, question.question, template)
-    solution_ids = tokens(question.solution + tokens.eos_token, add_special_tokens=False)["input_ids"]
+    solution_ids = prompt.solution_ids(tokens, question.solution)
     no_loss = [-100] * len(prompt_ids)
     return {"input_ids": prompt_ids + solution_ids, "labels": no_loss + solution_ids}

@@ -48,7 +48,7 @@ def outcomes(trainer, job: Job) -> list[int]:
 
 def _answers_of_engine(trainer, job: Job, tokens, prompts: list[list[int]]) -> list[hf.Completion]:
     """Return the answers of the rollout engine, which has the memory and the speed for long ones."""
-    ends = set(hf.end_tokens(trainer.accelerator.unwrap_model(trainer.model).generation_config, job.base))
+    ends = set(hf.end_tokens(None, job.base, tokens))
     special = set(tokens.all_special_ids)
     return [hf.completion(tokens, ids, ends, special) for ids in trainer.vllm_generation.greedy(prompts)]
 

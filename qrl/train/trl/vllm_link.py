@@ -88,7 +88,7 @@ def link(trainer, settings: Rollout, qat: str = "none", group_size: int = groups
         group_port=settings.server_group_port,
         max_num_seqs=trainer.args.per_device_train_batch_size * trainer.args.gradient_accumulation_steps,
         logprobs=logprobs,
-        generation_kwargs=trainer.args.generation_kwargs,
+        generation_kwargs={"stop_token_ids": trainer.eos_token_ids, **(trainer.args.generation_kwargs or {})},
     )
 
 
@@ -183,7 +183,8 @@ class Link:
         What rollouts draw afterwards stays the same, and so do their times.
         """
         # TRL's client reads its settings from the link, so they are changed for this call and restored after it.
-        greedy_settings = {"temperature": 0.0, "repetition_penalty": 1.0, "generation_kwargs": {}, "logprobs": None}
+        greedy_settings = {"temperature": 0.0, "repetition_penalty": 1.0, "logprobs": None}
+        greedy_settings["generation_kwargs"] = {"stop_token_ids": self.trainer.eos_token_ids}
         state = {name: getattr(self, name) for name in (*greedy_settings, "_latest_rollout")}
         state["seconds"] = dict(self.seconds)
         vars(self).update(greedy_settings)

@@ -62,6 +62,7 @@ _RATES = {  # our name of a throughput → verl's seconds that it is over
     "rollout/completions_per_s": "timing_s/gen",
 }
 MAIN = "verl.trainer.main_ppo"
+BASE = f"{translate.MODEL}.path"
 LOG = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH"  # read on any node
 _POLL_S = 1.0
 _PATIENCE_S = 300.0  # for verl's next step, or its end, after a failure of its engine
@@ -120,7 +121,7 @@ def run(job: Job) -> Trained:
     start = time.perf_counter()
     resumed_step = newest_step(job.work)
     log = job.work / f"metrics-{resumed_step:07}.jsonl"
-    overrides = translate.overrides(job, write_questions(job)) | {LOG: str(log)}
+    overrides = translate.overrides(job, write_questions(job)) | {LOG: str(log), BASE: str(stage_base(job))}
     (job.work / arguments.FILE).write_text(json.dumps(overrides, indent=1) + "\n")
 
     watchers = Watchers(job.watch, job.rollout)
@@ -172,6 +173,26 @@ def write_questions(job: Job) -> int:
     tokens = hf.tokenizer(job.base)
     # All are counted: verl refuses a prompt that is longer than its limit.
     return lengths.longest_prompt(tokens, job.questions, job.template, counted=len(job.questions))
+
+
+def stage_base(job: Job) -> Path:
+    """Return a folder of the base whose generation settings name all tokens that end an answer: verl reads no others.
+
+    It is the base itself, or links to its files beside settings of their own.
+    """
+    if hf.names_all_ends(job.base):
+        return job.base
+    staged = job.work / "base"
+    shutil.rmtree(staged, ignore_errors=True)  # of an earlier try
+    staged.mkdir(parents=True)
+    for file in job.base.resolve().iterdir():
+        (staged / file.name).symlink_to(file)
+    settings = staged / hf.GENERATION
+    if settings.is_symlink():
+        settings.unlink()
+        shutil.copyfile(job.base / hf.GENERATION, settings)
+    hf.name_ends(staged)
+    return staged
 
 
 def write_configuration(work: Path, overrides: Mapping[str, object]) -> None:
@@ -239,6 +260,8 @@ def merge(base: checkpoint.Checkpoint, base_digest: str, job: Job) -> None:
             _link_weights(merged, folder)
             shutil.copyfile(base.path / "config.json", folder / "config.json")
         plain.copy_text_files(base.path, folder)
+        if not job.settings.adapter:
+            hf.name_ends(folder)
 
 
 def _write_adapter(adapter: Path, folder: Path, base_digest: str, settings: Train) -> None:
