@@ -155,6 +155,7 @@ RECIPE = "recipe.yaml"
 FILES = "files"  # the user's own: a task, rewards
 REPORT = "report.html"
 HISTORY = "history.parquet"  # training curves
+LIVE_METRICS = "metrics.jsonl"  # of a training, a line as each is measured
 WEIGHTS = "weights.parquet"  # of diagnose
 STORED = "schemes.parquet"
 BEHAVIOUR = "behaviour.parquet"
