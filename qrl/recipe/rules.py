@@ -620,6 +620,7 @@ VERL_REFUSES: Mapping[str, str] = {  # our key → why any value but the default
     "train.soft_overlong_tokens": _TEXT_ONLY,
     "train.max_resamples": "verl's filter of groups samples without this bound",
     "train.algorithm": _GRPO_ALONE,
+    "train.min_kept_reward": _GRPO_ALONE,
     "train.teacher": _GRPO_ALONE,
     "train.teacher_placement": _GRPO_ALONE,
     "train.teacher_server": _GRPO_ALONE,
