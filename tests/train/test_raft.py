@@ -156,6 +156,7 @@ def test_several_passes_over_a_round_and_an_adapter_train_too(tmp_path):
     assert second < first  # the second pass reads what the first one has learnt
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_accuracy_rises_on_held_out_questions(tmp_path):
     settings = FAST.model_copy(
