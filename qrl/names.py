@@ -6,6 +6,7 @@ from collections.abc import Iterable
 BASE = "base"
 GRPO = "grpo"
 SFT = "sft"  # supervised fine-tuning for as many steps: a control
+RAFT = "raft"  # fine-tuning on the policy's own right completions: a control between SFT and GRPO
 QAT_PREFIX = "qat-"  # GRPO with linears that compute in a format: qat-int4
 QAD_PREFIX = "qad-"  # on-policy distillation into such linears
 DISTILLED = "distilled"  # a distilled arm's control: the teacher's model after the same steps without quantization
@@ -155,6 +156,7 @@ RECIPE = "recipe.yaml"
 FILES = "files"  # the user's own: a task, rewards
 REPORT = "report.html"
 HISTORY = "history.parquet"  # training curves
+LIVE_METRICS = "metrics.jsonl"  # of a training, a line as each is measured
 WEIGHTS = "weights.parquet"  # of diagnose
 STORED = "schemes.parquet"
 BEHAVIOUR = "behaviour.parquet"

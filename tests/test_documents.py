@@ -116,6 +116,22 @@ def test_links_lead_somewhere(path):
             assert anchor in anchors(page), f"{path} links to {link}: {page.name} has no such heading"
 
 
+INTERVAL = re.compile(r"\[[−+]?\d[\d.]*, [−+]?\d[\d.]*\]")
+
+
+@pytest.mark.parametrize("path", ["qrl/train/which.md", "tests/benchmarks/reading.md"])
+def test_every_interval_that_a_page_repeats_is_on_a_page_that_its_row_links_to(path):
+    page = ROOT / path
+    checked = 0
+    for row in page.read_text(encoding="utf-8").splitlines():
+        links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+\.md[^)\s]*)\)", row)]
+        sources = "\n".join((page.parent / link).read_text(encoding="utf-8") for link in links)
+        for interval in INTERVAL.findall(row):
+            assert interval in sources, f"{path}: {interval} is on none of {', '.join(links) or 'no linked page'}"
+            checked += 1
+    assert checked >= 10
+
+
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ +(.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)

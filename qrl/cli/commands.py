@@ -148,11 +148,11 @@ def train_command(typed: Typed, settings) -> None:
     qrl train --train.teacher models:/m-…      distil from a logged model, or from a folder
     """
     from qrl.steps import train
-    from qrl.study import build
+    from qrl.tracking import places
 
     check = partial(train.check, settings)
     work = partial(train.train, settings)
-    typed.run("train", build.trained_by(settings), check, work)
+    typed.run("train", places.trained_by(settings), check, work)
 
 
 @cli.command("merge", cls=RecipeCommand, sections=("merge",), first=(*DATA, "merge.into"), checkout=True)

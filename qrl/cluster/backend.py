@@ -8,9 +8,11 @@ from mlflow.projects import utils
 from mlflow.projects.backend.abstract_backend import AbstractBackend
 from mlflow.tracking.fluent import _get_experiment_id
 
+from qrl import process
+from qrl import recipe as recipes
 from qrl.cluster import config, jobs
 from qrl.errors import BadInput, QrlError
-from qrl.tracking import contents, store
+from qrl.tracking import contents, places, store
 
 MLFLOW_KEYS = tuple(
     value for name, value in vars(utils).items() if name.startswith("PROJECT_")
@@ -79,26 +81,56 @@ def start(
     if entry not in entry_points:
         raise BadInput(f"{project} has no entry point '{entry}': expected one of {', '.join(sorted(entry_points))}.")
     cluster.check(entry_points, entry)
+    is_ours = project == process.ROOT
+    if is_ours and entry == "train":  # with the project that a study would submit
+        ((_, project),) = _places(cluster, entry, parameters)
     if dry:
-        _print_scripts(cluster, project, entry, parameters)
+        _print_scripts(cluster, project, entry, parameters, manager, with_steps=is_ours)
         return None
 
     os.environ["MLFLOW_TRACKING_URI"] = store.prepare()
-    jobs.prepared(cluster, project, entry, parameters)  # refuses what the nodes cannot reach before a run is opened
+    # Refuses what the nodes cannot reach before a run is opened.
+    jobs.prepared(cluster, project, entry, parameters, manager=manager)
     experiment = experiment or _get_experiment_id() or "0"
     run = utils.get_or_create_run(None, str(project), experiment, str(project), None, entry, parameters)
     run_id = run.info.run_id
     contents.tag_run(run_id, {"mlflow.runName": entry, jobs.MANAGER: manager})
-    return jobs.submit(jobs.prepared(cluster, project, entry, parameters, run_id))
+    return jobs.submit(jobs.prepared(cluster, project, entry, parameters, run_id, manager))
 
 
-def _print_scripts(cluster: config.Cluster, project: Path, entry: str, parameters: dict[str, str]) -> None:
-    """Print the script of an entry point and, if it submits steps, theirs."""
-    driver = jobs.DRIVERS[cluster.driver]()
-    recipe_parameters = {key: value for key, value in parameters.items() if key != "yes"}  # steps have no `yes`
-    parameters_by_step = {entry: parameters}
-    if cluster.submits(entry):
-        parameters_by_step |= dict.fromkeys(STEPS, recipe_parameters)
-    for step, step_parameters in parameters_by_step.items():
-        job = jobs.prepared(cluster, project, step, step_parameters)
-        click.echo(f"# ---- {step}\n{driver.script(job)}")
+def _places(cluster: config.Cluster, step: str, parameters: dict[str, str]) -> list[tuple[str, Path]]:
+    """Return the jobs that a study makes of a step, as `places.of_step`, from the parameters that it is given."""
+    typed = {key: text for key, text in parameters.items() if key in recipes.fields()}
+    device = typed.get("device", "auto")
+    if device == "auto":
+        device = cluster.device()
+    name = parameters.get("recipe", recipes.DEFAULT)
+    if name == recipes.DEFAULT:
+        name = recipes.default(typed, device=device)
+    return places.of_step(step, recipes.load(name, typed), device)
+
+
+def _print_scripts(
+    cluster: config.Cluster, project: Path, entry: str, parameters: dict[str, str], manager: str, *, with_steps: bool
+) -> None:
+    """Print the script of an entry point and, if it submits steps, theirs: a script for each job."""
+    _print_script(jobs.prepared(cluster, project, entry, parameters, manager=manager), manager)
+    if not (cluster.submits(entry) and with_steps):
+        return
+    own_options = parameters.keys() - recipes.fields().keys() - {"recipe"}  # `yes`, and those of a sweep
+    recipe_parameters = {key: text for key, text in parameters.items() if key not in own_options}
+    if entry == "sweep":
+        click.echo("# A sweep submits these steps for its first recipe, and those of other methods with their recipes.")
+    click.echo("# Models and cells that a step makes are added to the parameters of later ones.")
+    for step in STEPS:
+        for part, folder in _places(cluster, step, recipe_parameters):
+            step_parameters = recipe_parameters | ({"scheme": part} if part else {})
+            _print_script(jobs.prepared(cluster, folder, step, step_parameters, manager=manager), manager, part)
+
+
+def _print_script(job: jobs.Job, manager: str, part: str = "") -> None:
+    """Print a job's script below a line that names the step, its part, and the environment that it runs in."""
+    title = f"{job.entry} {part}".strip()
+    where = "" if job.project == process.ROOT else f", in the environment of projects/{job.project.name}"
+    click.echo(f"# ---- {title}{where} (--env-manager {manager})")
+    click.echo(jobs.DRIVERS[job.cluster.driver]().script(job))

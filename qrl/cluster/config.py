@@ -65,6 +65,22 @@ Memory = Annotated[
 ]
 
 
+def _container_path(path: str) -> str:
+    if not re.fullmatch(r"/[^,:\x00-\x20\x7f]*(:/[^,:\x00-\x20\x7f]*){0,1}(:ro|:rw)?", path):
+        raise ValueError("expected a path, or HOST:CONTAINER, or HOST:CONTAINER:ro, without spaces and commas")
+    return path
+
+
+class Container(Section):
+    """The image that a step runs in."""
+
+    runtime: Literal["pyxis", "apptainer"]
+    image: Annotated[str, _matching(r"[^\s-]\S*", "an image without spaces, such as nvcr.io#nvidia/pytorch:25.10-py3")]
+    mounts: tuple[Annotated[str, AfterValidator(_container_path)], ...] = option(
+        (), "Paths of the node beside `shared`, as HOST or HOST:CONTAINER."
+    )
+
+
 class Resources(Section):
     """What one job requests from the cluster; per node if there are several."""
 
@@ -79,6 +95,7 @@ class Resources(Section):
     time: Time | None = option(None, "Time limit, such as 8:00:00.")
     options: Annotated[dict[str, Any], AfterValidator(_check_options)] = option({}, "Further options of sbatch.")
     setup: tuple[str, ...] = option((), "Lines of shell before the step, after those of the cluster.")
+    container: Container | None = option(None, "Image that the step runs in: runtime, image, mounts.")
 
 
 class Cluster(Section):
@@ -130,6 +147,13 @@ class Cluster(Section):
                     f"{FILE}: '{section}.nodes' is above 1, but only train runs on several: set steps.train.nodes."
                 )
 
+        for step in set(STUDY) & self.steps.keys():
+            if self.submits(step) and self.steps[step].get("container"):
+                raise BadInput(
+                    f"{FILE}: 'steps.{step}.container' is set, but a study's own job calls sbatch, which an image does "
+                    "not have: leave it out there, or set one_job."
+                )
+
         # Cache keys name the device, so a study that changes it half-way would not find its own results.
         steps_on_device = [step for step in ON_DEVICE if step in resources]
         with_gpu = [step for step in steps_on_device if resources[step].gpus]
@@ -143,6 +167,10 @@ class Cluster(Section):
     def submits(self, entry: str) -> bool:
         """Return whether an entry point's steps become jobs of their own."""
         return entry in STUDY and not self.one_job
+
+    def container(self, entry: str) -> Container | None:
+        """Return the image that an entry point runs in: none for a study's own job, which calls sbatch."""
+        return None if self.submits(entry) else self.resources(entry).container
 
     def processes(self) -> int:
         """Return how many processes train together, which the cache key of a training names."""
@@ -185,14 +213,18 @@ def _first_error(error: ValidationError) -> Any:
     return min(error.errors(), key=lambda details: details["type"] != "extra_forbidden")
 
 
+_EXPECTED = {"driver": "slurm", "runtime": "pyxis or apptainer", "image": "the image's name or file"}  # if missing
+
+
 def _sentence(error: ValidationError, section: str, model: type[Section]) -> str:
     """Return a validation error as a sentence that names the key; `section` is empty at the top of the file."""
     details = _first_error(error)
     parts = [part for part in (section, *map(str, details["loc"])) if part]
     key = f"{FILE}: '{'.'.join(parts)}'"
     if details["type"] == "extra_forbidden":
-        return f"{key} is unknown: expected one of {', '.join(model.model_fields)}."
+        owner = Container if details["loc"][0] == "container" else model
+        return f"{key} is unknown: expected one of {', '.join(owner.model_fields)}."
     if details["type"] == "missing":
-        return f"{key} is missing: expected slurm."
+        return f"{key} is missing: expected {_EXPECTED[details['loc'][-1]]}."
     message = details["msg"].removeprefix("Value error, ")
     return f"{key} is {details['input']!r}: {message[0].lower()}{message[1:]}."

@@ -105,8 +105,18 @@ class Submitted(SubmittedRun):
         settle(mlflow.get_run(self.run_id))
 
 
-def prepared(cluster: Cluster, project: Path, entry: str, parameters: dict[str, str], run_id: str = "") -> Job:
+def prepared(
+    cluster: Cluster, project: Path, entry: str, parameters: dict[str, str], run_id: str = "", manager: str = ""
+) -> Job:
     """Return a job, after a check that its nodes can reach what it needs; without a run, it is only to be shown.
+
+    Args:
+        cluster: where it is submitted.
+        project: folder with an MLproject file.
+        entry: its entry point.
+        parameters: as `-P` takes them.
+        run_id: of the job.
+        manager: of environments; under `local` every step runs in the one that submits.
 
     Raises:
         BadInput: the checkout, the working folder or the store is out of their reach.
@@ -125,8 +135,10 @@ def prepared(cluster: Cluster, project: Path, entry: str, parameters: dict[str, 
     hostname = urlsplit(store_address).hostname
     if hostname in ("localhost", "127.0.0.1", "::1"):
         raise BadInput(f"The nodes cannot reach the store {store_address}: give the server's name, not {hostname}.")
-    nodes = cluster.resources(entry).nodes
-    if nodes > 1 and project.resolve() != process.ROOT and not cluster.python:
+    requested = cluster.resources(entry)
+    nodes = requested.nodes
+    needs_python = project.resolve() != process.ROOT and manager != "local" and not requested.container
+    if nodes > 1 and needs_python and not cluster.python:
         raise BadInput(
             f"A training on {nodes} nodes runs in an environment that is there already: set `python` in cluster.yaml "
             f"to the Python of the environment of {project}."
@@ -181,7 +193,8 @@ def run(cluster: Cluster, project: Path, entry: str, parameters: dict[str, str],
     if ID in mlflow.get_run(run_id).data.tags:
         job = Submitted(run_id, cluster.poll)
     else:
-        job = submit(prepared(cluster, project, entry, parameters, run_id))
+        manager = mlflow.get_run(run_id).data.tags.get(MANAGER, "")
+        job = submit(prepared(cluster, project, entry, parameters, run_id, manager))
     try:
         succeeded = job.wait()
     except KeyboardInterrupt:

@@ -53,7 +53,9 @@ class Slurm:
     def script(self, job: Job) -> str:
         """Return the script for sbatch."""
         requested = job.resources
-        python = job.cluster.python or sys.executable
+        container = job.cluster.container(job.entry)
+        own_python = "python" if container else sys.executable  # of the image, or the one that submits
+        python = job.cluster.python or own_python
         lines = ["#!/bin/bash", *_sbatch_lines(job)]
 
         paths = " ".join(shlex.quote(str(path)) for path in _needed_paths(job))
@@ -64,13 +66,14 @@ class Slurm:
             lines.append(f"export {CHOSEN}={shlex.quote(str(job.folder / SETTINGS))}")
         lines.append(f"cd {shlex.quote(str(process.ROOT))}")
 
-        launched = ""
-        if requested.nodes > 1:
-            first_node = f'"$(hostname):$(({_TORCHRUN_PORT} + SLURM_JOB_ID % 1000))"'  # where the script runs
-            rendezvous = f'--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint={first_node}'
-            count = f"--nodes={requested.nodes} --ntasks={requested.nodes} --ntasks-per-node=1"
-            launched = f"srun --kill-on-bad-exit=1 {count} {torchrun(job, python, rendezvous)}"
-        return "\n".join([*lines, f"exec {command(job, python, launched)}", ""])
+        if requested.nodes == 1:
+            return "\n".join([*lines, f"exec {_within(job, 1)}{command(job, python)}", ""])
+        first_node = f'"$(hostname):$(({_TORCHRUN_PORT} + SLURM_JOB_ID % 1000))"'  # where the script runs
+        rendezvous = f'--rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint={first_node}'
+        launched = _within(job, requested.nodes) + torchrun(job, python, rendezvous)
+        # The command that starts the others needs srun, which an image does not have.
+        outer_python = (job.cluster.python if not container else None) or sys.executable
+        return "\n".join([*lines, f"exec {command(job, outer_python, launched)}", ""])
 
     def submit(self, job: Job) -> str:
         """Hand a script to sbatch, and return the job's number.
@@ -121,6 +124,35 @@ class Slurm:
     def cancel(self, job_id: str) -> None:
         """Cancel a job."""
         call("scancel", job_id)
+
+
+def _within(job: Job, nodes: int) -> str:
+    """Return what stands before a command of a job: srun where several nodes or a plugin of Slurm's run it, an image.
+
+    Source: the options of NVIDIA's Pyxis and of `apptainer exec`, from their manuals.
+    """
+    requested = job.resources
+    container = job.cluster.container(job.entry)
+    words: list[str] = []
+    if nodes > 1 or (container and container.runtime == "pyxis"):
+        words += ["srun", "--kill-on-bad-exit=1", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
+        if requested.cpus:  # srun does not inherit it from sbatch
+            words.append(f"--cpus-per-task={requested.cpus}")
+    if container:
+        # The checkout and the working folder are below `shared`.
+        mounts = [_both_sides(str(job.cluster.shared)), *map(_both_sides, container.mounts)]
+        if container.runtime == "pyxis":
+            words += [f"--container-image={container.image}", f"--container-mounts={','.join(mounts)}"]
+            words.append(f"--container-workdir={process.ROOT}")
+        else:
+            words += ["apptainer", "exec", *(["--nv"] if requested.gpus else [])]
+            words += ["--bind", ",".join(mounts), "--pwd", str(process.ROOT), container.image]
+    return f"{shlex.join(words)} " if words else ""
+
+
+def _both_sides(mount: str) -> str:
+    """Return a mount as HOST:CONTAINER: the same path on both sides where only one is given."""
+    return mount if ":" in mount else f"{mount}:{mount}"
 
 
 def _sbatch_lines(job: Job) -> list[str]:

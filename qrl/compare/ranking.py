@@ -30,7 +30,7 @@ from qrl.stats.text import interval, table
 # Gains are measured from the first, errors from the second.
 PLAIN = (names.BASE, names.FULL)
 FULL = (names.GRPO, names.FULL)
-CONTROLS = (names.BASE, names.SFT)  # of GRPO, which compete with no method
+CONTROLS = (names.BASE, names.SFT, names.RAFT)  # of GRPO, which compete with no method
 METHODS_MD = "methods.md"
 METHODS_JSON = "methods.json"
 
@@ -217,7 +217,7 @@ def _p_behind_best(
 
 
 def _reference(cell: Cell, cells: Iterable[Cell]) -> Cell | None:
-    """Return the same variant at full precision if it was evaluated, else grpo; None for base, sft and grpo there."""
+    """Return the same variant at full precision if it was evaluated, else grpo; None for controls and grpo there."""
     variant, _ = cell
     at_full = (variant, names.FULL)
     if cell != at_full and at_full in cells:

@@ -88,8 +88,10 @@ ALWAYS = Condition("", lambda recipe: True)
 FULL = equals("train.method", "full")
 ADAPTER = equals("train.method", "lora", "qlora")
 SFT = equals("train.algorithm", "sft")
+RAFT = equals("train.algorithm", "raft")
 DISTILLS = Condition("`train.teacher`", lambda recipe: bool(recipe.train.teacher))
 GRPO = Condition("GRPO", lambda recipe: not recipe.train.teacher and recipe.train.algorithm == "grpo")
+REWARDED = Condition("GRPO or raft", lambda recipe: GRPO.holds(recipe) or RAFT.holds(recipe))
 VERL = equals("train.trainer", "verl")
 BY_VLLM = equals("rollout.engine", "vllm")
 SERVED = equals("rollout.mode", "server")
@@ -271,6 +273,84 @@ SUPERVISED = (
     ),
 )
 
+_SAMPLED = "it trains on completions that the policy samples"
+_NO_RATIOS = "it has no ratios of probabilities and no advantages"
+_RAFT_LACKS = {  # our key → why any value but the default is refused
+    "train.teacher": _SAMPLED,
+    "train.qat": "the control trains in full precision",
+    "train.beta": "its loss has no KL term",
+    "train.max_resamples": "a group of right completions has a gradient",
+    "train.loss": "its loss is the mean over all kept tokens",
+    "train.importance_sampling_level": _NO_RATIOS,
+    "train.epsilon": _NO_RATIOS,
+    "train.epsilon_high": _NO_RATIOS,
+    "train.scale_rewards": _NO_RATIOS,
+    "rollout.is_correction_max": _NO_RATIOS,
+}
+_OWN_REWARDS = Condition(
+    "`FILE.py:NAME` in `train.rewards`", lambda recipe: any(":" in name for name in recipe.train.rewards)
+)
+
+
+def _raft_lacks(key: str, because: str) -> Rule:
+    default = value(DEFAULTS, key)
+    remedy = "leave it out" if default is None else f"set it to {default}"
+    message = f"{key} = {{{key}}} does not go with train.algorithm = raft, since {because}: {remedy}."
+    return Rule(f"raft-has-no-{key}", key, RAFT, unchanged(key), because, message)
+
+
+REJECTION_SAMPLING = (
+    *(_raft_lacks(key, because) for key, because in _RAFT_LACKS.items()),
+    Rule(
+        name="raft-corrects-no-engine",
+        field="rollout.is_correction",
+        applies=RAFT,
+        needs=equals("rollout.is_correction", "token_truncate", "none"),
+        because="the gap to an engine is measured, but weighs no completion",
+        message="rollout.is_correction = {rollout.is_correction} has no effect with train.algorithm = raft, which "
+        "weighs no completion: leave it out to have the gap measured, or set none.",
+    ),
+    Rule(
+        name="raft-measures-the-gap-at-temperature-1",
+        field="train.temperature",
+        applies=RAFT & BY_VLLM & CORRECTED,
+        needs=equals("train.temperature", 1.0),
+        because="its log-probabilities are of temperature 1, the engine's of the sampling",
+        message="train.temperature = {train.temperature} changes the engine's log-probabilities, but those of "
+        "train.algorithm = raft are of temperature 1, so the gap between them would be wrong: set "
+        "rollout.is_correction = none, or train.temperature = 1.",
+    ),
+    Rule(
+        name="raft-stops-by-what-it-measures",
+        field="watch.stop",
+        applies=RAFT,
+        needs=Condition(
+            "`watch.stop` without `kl`, `resample`", lambda recipe: not {"kl", "resample"} & set(recipe.watch.stop)
+        ),
+        because="it has no reference policy and resamples no group",
+        message="train.algorithm = raft has no reference policy and resamples no group, which watch.stop = kl and "
+        "resample read: leave them out.",
+    ),
+    Rule(
+        name="raft-knows-no-right-answer-of-own-rewards",
+        field="train.min_kept_reward",
+        applies=RAFT & _OWN_REWARDS,
+        needs=changed("train.min_kept_reward"),
+        because="what a right answer earns is not known",
+        message="train.algorithm = raft keeps completions that earn what a right answer earns, which is not known of "
+        "functions of your own in train.rewards: set train.min_kept_reward to the smallest summed reward to keep.",
+    ),
+    Rule(
+        name="min-kept-reward-needs-raft",
+        field="train.min_kept_reward",
+        applies=changed("train.min_kept_reward"),
+        needs=RAFT,
+        because="nothing else keeps some completions and drops others",
+        message="train.min_kept_reward = {train.min_kept_reward} has no effect with train.algorithm = "
+        "{train.algorithm}: leave it out, or set train.algorithm = raft.",
+    ),
+)
+
 DISTILLATION = (
     *(
         Rule(
@@ -338,7 +418,9 @@ _MEASURES = {  # watcher → what makes training measure what it reads, and how 
 
 def _stops_for(watcher: str) -> Condition:
     stops = Condition(f"`watch.stop = {watcher}`", lambda recipe: watcher in recipe.watch.stop)
-    return Condition(stops.text, lambda recipe: GRPO.holds(recipe) and stops.holds(recipe))
+    # Other trainings have rules of their own on `watch.stop`; raft refuses what `kl` and `resample` would need.
+    watched = {"kl": GRPO, "resample": GRPO}.get(watcher, REWARDED)
+    return Condition(stops.text, lambda recipe: watched.holds(recipe) and stops.holds(recipe))
 
 
 WATCHERS = tuple(
@@ -540,6 +622,7 @@ VERL_REFUSES: Mapping[str, str] = {  # our key → why any value but the default
     "train.soft_overlong_tokens": _TEXT_ONLY,
     "train.max_resamples": "verl's filter of groups samples without this bound",
     "train.algorithm": _GRPO_ALONE,
+    "train.min_kept_reward": _GRPO_ALONE,
     "train.teacher": _GRPO_ALONE,
     "train.teacher_placement": _GRPO_ALONE,
     "train.teacher_server": _GRPO_ALONE,
@@ -709,8 +792,26 @@ EVALUATING = (
     ),
 )
 
-RULES = (*TRAINING, *SUPERVISED, *DISTILLATION, *WATCHERS, *SAMPLING, *IN_VERL, *QUANTIZING, *EVALUATING)
-OF_TRAINING = (*TRAINING, *SUPERVISED, *DISTILLATION, *WATCHERS, *SAMPLING, *IN_VERL)  # what a training reads
+RULES = (
+    *TRAINING,
+    *SUPERVISED,
+    *REJECTION_SAMPLING,
+    *DISTILLATION,
+    *WATCHERS,
+    *SAMPLING,
+    *IN_VERL,
+    *QUANTIZING,
+    *EVALUATING,
+)
+OF_TRAINING = (
+    *TRAINING,
+    *SUPERVISED,
+    *REJECTION_SAMPLING,
+    *DISTILLATION,
+    *WATCHERS,
+    *SAMPLING,
+    *IN_VERL,
+)  # what a training reads
 
 
 def check(recipe: Recipe, rules: Iterable[Rule] = RULES) -> None:

@@ -14,6 +14,7 @@ from qrl import names as known
 from qrl.recipe.base import Count, Fraction, NoKey, NotInKey, Section, Selection, once, one_of, option
 
 REWARDS = ("correct", "format", "flexible", "leak", "soft_overlong")
+REWARDS_OF_RIGHT = {"correct": 1.0, "format": 1.0, "flexible": 1.0}  # the others are 0 or less for every answer
 _LOGGED = ("std", "step", "prompt", "completion", "advantage")  # by training, beside rewards
 PACKED = ("int8", "nf4")  # ways to store a base as bitsandbytes codes
 _UNLESS_VLLM = NotInKey("engine", "transformers")  # settings of an engine that does not run
@@ -54,7 +55,7 @@ def _format(name: str) -> str:
 
 
 class Train(Section):
-    """GRPO, distillation or supervised fine-tuning: how the policy is trained."""
+    """GRPO, rejection sampling, distillation or supervised fine-tuning: how the policy is trained."""
 
     steps: int = option(20, "optimizer steps", ge=1, le=1_000_000)
     prompts_per_step: Count = option(64, "distinct questions in one optimizer step")
@@ -154,8 +155,13 @@ class Train(Section):
     max_resamples: Annotated[int, NotInKey("max_resamples", 0)] = option(
         0, "rounds in which groups with equal rewards are replaced by new questions, at most; 0: none", ge=0, le=1000
     )
-    algorithm: Annotated[Literal["grpo", "sft"], NotInKey("algorithm", "grpo")] = option(
-        "grpo", "sft: supervised fine-tuning on the worked solutions of the questions that GRPO would draw, a control"
+    algorithm: Annotated[Literal["grpo", "sft", "raft"], NotInKey("algorithm", "grpo")] = option(
+        "grpo",
+        "sft: supervised fine-tuning on the worked solutions of the questions that GRPO would draw; raft: on the "
+        "policy's own right completions (rejection sampling); both are controls",
+    )
+    min_kept_reward: Annotated[float | None, NotInKey("min_kept_reward", None)] = option(
+        None, "raft: smallest summed reward of a completion that is trained on; default: what a right answer earns"
     )
     keep_checkpoints: NoKey[Count] = option(2, "checkpoints to resume from that stay on the disk; the oldest go first")
     # Its content's digest is an input of the key.
@@ -207,13 +213,21 @@ class Train(Section):
         return self.reward_weights or (1.0,) * len(self.rewards)
 
     @property
+    def least_kept_reward(self) -> float:
+        """The reward at which raft keeps a completion: `min_kept_reward`, or the weighted sum for a right answer."""
+        if self.min_kept_reward is not None:
+            return self.min_kept_reward
+        weighted = zip(self.rewards, self.weights_of_rewards, strict=True)
+        return sum(weight * REWARDS_OF_RIGHT.get(name, 0.0) for name, weight in weighted)
+
+    @property
     def variant(self) -> str:
-        """The variant of the trained weights: `grpo`, `sft`, `qat-int4`, `distilled`, or `qad-int4` with both."""
+        """The variant of the trained weights: the algorithm, `qat-int4`, `distilled`, or `qad-int4` with both."""
         trained_in = Path(self.qat).stem
         if self.teacher:
             return known.DISTILLED if self.qat == "none" else f"{known.QAD_PREFIX}{trained_in}"
-        if self.algorithm == "sft":
-            return known.SFT
+        if self.algorithm != "grpo":
+            return {"sft": known.SFT, "raft": known.RAFT}[self.algorithm]
         return known.GRPO if self.qat == "none" else f"{known.QAT_PREFIX}{trained_in}"
 
     @property
@@ -226,7 +240,8 @@ class Train(Section):
         """What one optimizer step trains on, as people read it."""
         if self.algorithm == "sft":
             return f"{self.prompts_per_step} worked solutions"
-        return f"{self.prompts_per_step} × {self.generations} completions"
+        completions = f"{self.prompts_per_step} × {self.generations} completions"
+        return f"the right ones of {completions}" if self.algorithm == "raft" else completions
 
     @property
     def packed(self) -> bool:

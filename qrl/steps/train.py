@@ -84,7 +84,9 @@ def _train_one(recipe: Recipe, machine: Machine, others: int) -> None:
             _say_unused(recipe, devices.gpus(machine.device))
         for name, sentence in _startup_warnings(training).items():
             _warn(Alarm(name, 0, sentence))
-        job = dataclasses.replace(job, log=contents.live_log(), warn=_warn)
+        live_metrics = training.folder / names.LIVE_METRICS
+        click.echo(f"      live metrics: {live_metrics}, later an artifact of the run", err=True)
+        job = dataclasses.replace(job, log=contents.live_log(live_metrics), warn=_warn)
         with parallel.others(others, recipe.dump()):
             trained = _train_within_memory(trainer, job)
         if trained.resumed_from:
@@ -316,6 +318,8 @@ def _log_training(trained: Trained, work: Path) -> None:
     figures.training(trained.history, artifacts / names.FIGURES / "training.png", measure, trained.probes)
     trained.history.to_parquet(artifacts / names.HISTORY)
     shutil.copy(work / "trainer" / arguments.FILE, artifacts / arguments.FILE)
+    if (work / names.LIVE_METRICS).is_file():
+        shutil.copy(work / names.LIVE_METRICS, artifacts / names.LIVE_METRICS)
     contents.log_folder(artifacts)
     contents.log_table(trained.completions, "completions")
     scores = {"seconds": trained.seconds, "resumed_from": trained.resumed_from}

@@ -1,35 +1,26 @@
 """The environments that steps need besides the core one: which step needs which, and how one is built.
 
-Most steps run in the core environment (conda.yaml). `FOLDERS` lists the others, each of several gigabytes. A study
-builds one beside the steps that come before, with a log of its own, and waits for it only when a step needs it.
+Most steps run in the core environment (conda.yaml). `tracking.places` lists the others, each of several gigabytes. A
+study builds one beside the steps that come before, with a log of its own, and waits for it only when a step needs it.
 """
 
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
-from qrl import names, process
+from qrl import process
 from qrl import recipe as recipes
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Recipe
 from qrl.study import auto
+from qrl.tracking import places
 from qrl.tracking.keys import ROOT
 from qrl.workspace import WORK
 
 PLACE = "QRL_PLACE"  # set by projects/*/MLproject: the folder whose environment this process runs in
-FOLDERS = {  # step, scheme or engine → folder on a GPU, folder on a CPU; None: the core environment
-    ("train", "vllm"): ("vllm", "vllm"),
-    ("train", "verl"): ("verl", "verl"),
-    ("quantize", names.AWQ): ("awq", "awq"),
-    ("evaluate", "vllm"): ("vllm", "vllm_cpu"),
-    ("benchmark", "vllm"): ("vllm", "vllm_cpu"),
-    ("serve", "vllm"): ("vllm", "vllm_cpu"),
-    ("serve", "auto"): ("vllm", None),
-}
 COSTS = {  # folder → what its environment costs once; downloads take longer
     "awq": "half a minute and 2.5 GB",
     "vllm": "minutes and more than 5 GB",
@@ -48,10 +39,10 @@ def environment_for(step: str, choice: str, device: str = "auto") -> Path | None
 
     Args:
         step: entry point.
-        choice: the scheme (`quantize`), what `trained_by` returns (`train`), or the engine (other steps).
+        choice: the scheme (`quantize`), what `places.trained_by` returns (`train`), or the engine (other steps).
         device: the recipe's device; it decides between vLLM's two environments.
     """
-    gpu_folder, cpu_folder = FOLDERS.get((step, choice), (None, None))
+    gpu_folder, cpu_folder = places.FOLDERS.get((step, choice), (None, None))
     current = os.environ.get(PLACE)
     is_in_it = current in (gpu_folder, cpu_folder or gpu_folder)
     if gpu_folder is None or is_in_it or not (ROOT / "MLproject").is_file():
@@ -64,14 +55,6 @@ def environment_for(step: str, choice: str, device: str = "auto") -> Path | None
     return ROOT / "projects" / folder if folder else None
 
 
-def side_by_side(schemes: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return schemes in groups that share an environment, so that one step can make a group."""
-    groups: dict[tuple | None, list[str]] = {}
-    for scheme in schemes:
-        groups.setdefault(FOLDERS.get(("quantize", scheme)), []).append(scheme)
-    return [tuple(group) for group in groups.values()]
-
-
 def together(text: str) -> tuple[str, ...]:
     """Return the schemes in a list by comma, which one step is to make.
 
@@ -81,18 +64,13 @@ def together(text: str) -> tuple[str, ...]:
     schemes = tuple(scheme.strip() for scheme in text.split(","))
     if len(set(schemes)) < len(schemes):
         raise BadInput(f"--scheme is '{text}', which repeats a scheme: name each once.")
-    groups = side_by_side(schemes)
+    groups = places.side_by_side(schemes)
     if len(groups) > 1:
         alternatives = " and ".join(",".join(group) for group in groups)
         raise BadInput(
             f"--scheme {alternatives} need different environments: run `quantize` once for each environment."
         )
     return schemes
-
-
-def trained_by(recipe: Recipe) -> str:
-    """Return what decides the environment of a recipe's training: its trainer, or else the engine of its rollouts."""
-    return recipe.rollout.engine if recipe.train.trainer == "trl" else recipe.train.trainer
 
 
 def log(folder: Path) -> Path:
@@ -172,9 +150,9 @@ def announce(recipe: Recipe, name: str = "") -> None:
     if "MLFLOW_RUN_ID" not in os.environ:  # MLflow's command builds environments; others have only their own
         return
     choices = {("quantize", scheme) for scheme in schemes}
-    choices |= {("train", trained_by(recipe)), ("evaluate", recipe.evaluate.engine)}
+    choices |= {("train", places.trained_by(recipe)), ("evaluate", recipe.evaluate.engine)}
     for step, choice in sorted(choices):
-        folders = dict.fromkeys(folder for folder in FOLDERS.get((step, choice), ()) if folder)
+        folders = dict.fromkeys(folder for folder in places.FOLDERS.get((step, choice), ()) if folder)
         if folders:
             costs = " or ".join(f"{COSTS[folder]}, log in {log(Path(folder))}" for folder in folders)
             click.echo(f"      {choice} has its own environment, built beside training if missing: {costs}", err=True)

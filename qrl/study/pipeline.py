@@ -17,10 +17,11 @@ from qrl.errors import BadInput, GateRefused, Objections, QrlError
 from qrl.formats import groups
 from qrl.recipe import Recipe
 from qrl.study import preflight
-from qrl.study.build import environment_for, side_by_side, trained_by
+from qrl.study.build import environment_for
 from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import DryRun, Failed, Launcher, Result, Step
 from qrl.tracking import keys
+from qrl.tracking.places import side_by_side, trained_by
 from qrl.train import parallel
 
 

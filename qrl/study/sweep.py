@@ -3,8 +3,8 @@
 The first recipe is GRPO in full precision, quantized afterwards under its own schemes. The others train with QLoRA,
 with quantized weights (QAT) or by distillation, which starts from the first recipe's model of the same seed and has it
 for a teacher. Some are controls: each distillation into quantized weights gets the same further steps without
-quantization; supervised fine-tuning (SFT) is quantized as GRPO is, and then the base is too. Each step is launched
-below the sweep's run and reused by its key, as in `pipeline.study`.
+quantization; supervised fine-tuning (SFT) and rejection sampling (RAFT) are quantized as GRPO is, and then the base is
+too. Each step is launched below the sweep's run and reused by its key, as in `pipeline.study`.
 """
 
 import time
@@ -19,12 +19,12 @@ from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.recipe import Recipe
 from qrl.study import preflight
 from qrl.study.arms import WITHOUT_QUANTIZATION, Arm, controls, label, load, replaced, scheme_of, stages_of
-from qrl.study.build import side_by_side
 from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import DryRun, Launcher
 from qrl.study.pipeline import Model, Models, StudySteps
 from qrl.study.report import SweepOutcome
 from qrl.tracking.keys import SECTIONS
+from qrl.tracking.places import side_by_side
 
 BASE_CELL = f"{names.BASE}:{names.FULL}"
 
@@ -192,7 +192,7 @@ def _steps_per_seed(methods: list[Recipe]) -> int:
 
     first_method = 2 + scheme_groups  # train, a quantize for each environment, and evaluate for all methods
     train_and_quantize = 2 * len(others)
-    more_of_sft = sum(scheme_groups - 1 for recipe in methods if _is_sft(recipe))  # it has all schemes of the first
+    more_of_sft = sum(scheme_groups - 1 for recipe in methods if _is_control(recipe))  # it has all schemes of the first
     return first_method + train_and_quantize + len(trained_controls) + more_of_sft
 
 
@@ -271,9 +271,9 @@ class _SeedRun:
         base = Model(first.recipe.model, self.base_digest)
         grpo = self._train(steps, first.recipe, None)
 
-        # SFT is compared with GRPO under the same schemes, so the base is stored in them too.
+        # Controls are compared with GRPO under the same schemes, so the base is stored in them too.
         models = {names.GRPO: grpo}
-        if any(_is_sft(arm.recipe) for arm in others):
+        if any(_is_control(arm.recipe) for arm in others):
             models[names.BASE] = base
         self.models = {BASE_CELL: base} | steps.quantize(models)
 
@@ -300,7 +300,7 @@ class _SeedRun:
 
         self._train_control(arm, teacher, changes)
         trained = self._train(self._steps(arm, changes), recipe, teacher)
-        if _is_sft(recipe):  # in the schemes of the first recipe, as grpo and base are
+        if _is_control(recipe):  # in the schemes of the first recipe, as grpo and base are
             self.models |= self._steps(self.arms[0]).quantize({arm_label: trained})
             return
         if recipe.train.qat == "none":
@@ -350,5 +350,6 @@ class _SeedRun:
         self.outcome.failed.append(f"{', '.join(labels)}, seed {self.seed}: {error}")
 
 
-def _is_sft(recipe: Recipe) -> bool:
-    return recipe.train.algorithm == "sft"
+def _is_control(recipe: Recipe) -> bool:
+    """Whether a method is a control of GRPO: fine-tuning on worked solutions, or on right completions."""
+    return recipe.train.algorithm != "grpo"

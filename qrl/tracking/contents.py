@@ -1,8 +1,12 @@
 """What a run holds: written into the active one, read back from any."""
 
 import atexit
+import contextlib
+import json
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -42,15 +46,38 @@ def log_params(params: Mapping[str, object]) -> None:
     write_with_retries(lambda: mlflow.log_params(new_params))
 
 
-def live_log() -> Callable[[Mapping[str, float], int], None]:
-    """Return a `log(metrics, step)` into the active run, for rooms that know no MLflow; it works from any thread."""
+def live_log(file: Path | None = None) -> Callable[[Mapping[str, float], int], None]:
+    """Return a `log(metrics, step)` into the active run, for rooms that know no MLflow; it works from any thread.
+
+    Args:
+        file: JSON Lines to append the metrics to, with `step` and `time` in seconds since 1970; a line that a killed
+            process left unfinished is removed.
+    """
     run_id = active_id()
+    if file:
+        _drop_unfinished_line(file)
 
     def log(metrics: Mapping[str, float], step: int) -> None:
         floats = {key: float(value) for key, value in metrics.items()}
+        if file:
+            _append_row(file, {"step": step, "time": round(time.time(), 3)} | floats)
         write_with_retries(lambda: mlflow.log_metrics(floats, step=step, run_id=run_id))
 
     return log
+
+
+def _drop_unfinished_line(file: Path) -> None:
+    if file.is_file():
+        text = file.read_bytes()
+        if not text.endswith(b"\n"):
+            file.write_bytes(text[: text.rfind(b"\n") + 1])
+
+
+def _append_row(file: Path, row: Mapping[str, float]) -> None:
+    """Append a row; NaN and infinity, which JSON does not have, become null."""
+    finite_or_null = {key: value if math.isfinite(value) else None for key, value in row.items()}
+    with contextlib.suppress(OSError), file.open("a", encoding="utf-8") as lines:  # the run has the metrics, too
+        lines.write(json.dumps(finite_or_null) + "\n")
 
 
 def log_scores(metrics: Mapping[str, float], *, model_uri: str | None = None, dataset: Dataset | None = None) -> None:

@@ -4,6 +4,8 @@ The recipe, the rewards, the live metrics and resuming are qrl's. The trainer re
 callback would take over and end the project's run, and drop parameters in batches.
 """
 
+from collections.abc import Callable
+
 from qrl import checkpoint, process
 from qrl.errors import BadInput
 from qrl.tasks import prompt
@@ -58,21 +60,28 @@ def run(job: Job) -> Trained:
     return loop.run(make_trainer(job), job, checkpoint.check(job.base), metrics.GRPO)
 
 
-def make_trainer(job: Job):
-    """Return TRL's trainer with the policy, rewards, metrics and rollouts of a job."""
+def make_trainer(job: Job, kind: metrics.Kind = metrics.GRPO, specialize: Callable[[type], type] = lambda base: base):
+    """Return TRL's trainer with the policy, rewards, metrics and rollouts of a job.
+
+    Args:
+        job: one that `check` accepts.
+        kind: which metrics are logged.
+        specialize: returns the trainer's subclass that is made.
+    """
     settings, questions = job.settings, job.questions
     rows = [
         {"prompt": prompt.messages(item.question, job.template), "answer": item.answer, "question": item.question}
         for item in questions
     ]
     tokens = policy.tokenizer(job.base)
-    trainer = grpo_trainer(job.rollout, settings.max_resamples, settings.qat, job.group_size)(
+    trainer_class = grpo_trainer(job.rollout, settings.max_resamples, settings.qat, job.group_size)
+    trainer = specialize(trainer_class)(
         model=policy.load(job.base, settings, job.device),
         reward_funcs=reward.functions(job.task, settings.rewards, settings, tokens),
         args=arguments.grpo_config(job),
         train_dataset=arguments.dataset(rows),
         processing_class=tokens,
-        callbacks=[metrics.callback(settings, job.log)],
+        callbacks=[metrics.callback(settings, job.log, kind)],
         peft_config=policy.adapter(settings),
     )
     policy.widen(trainer.model)

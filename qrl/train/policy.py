@@ -40,14 +40,14 @@ def check(settings: Train, tensors: Mapping[str, Entry]) -> None:
     linears = _linears(tensors)
     for target in settings.lora_targets:
         leaf = target.rpartition(".")[2]
+        offered = ", ".join(linear_names(tensors))
         if leaf in HEADS or "embed" in leaf:
             raise BadInput(
                 f"train.lora_targets names '{target}', the output head or the embedding, but training computes with "
-                f"their weights as they are, without an adapter: give {', '.join(linear_names(tensors))}, or train.method=full."
+                f"their weights as they are, without an adapter: give {offered}, or train.method=full."
             )
         if not any(name == target or name.endswith(f".{target}") for name in linears):
-            leaves = ", ".join(linear_names(tensors))
-            raise BadInput(f"train.lora_targets names '{target}', which is no linear of the model: give {leaves}.")
+            raise BadInput(f"train.lora_targets names '{target}', which is no linear of the model: give {offered}.")
 
 
 def linear_names(tensors: Mapping[str, Entry]) -> list[str]:

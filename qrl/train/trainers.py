@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from qrl.errors import Objections
 from qrl.recipe import Rollout, Train
-from qrl.train import distill, grpo, parallel, rollout, sft, verl
+from qrl.train import distill, grpo, parallel, raft, rollout, sft, verl
 from qrl.train.job import Job, Machine, Trained
 
 
@@ -25,6 +25,7 @@ class Trainer:
 TRAINERS = {
     "grpo": Trainer(grpo.check, grpo.run, join=grpo.run),
     "sft": Trainer(sft.check, sft.run, join=sft.run),
+    "raft": Trainer(grpo.check, raft.run, join=raft.run),
     "distill": Trainer(distill.check, distill.run, join=distill.run),
     "verl": Trainer(verl.check, verl.run, join=verl.join),
 }
@@ -34,8 +35,8 @@ def name(settings: Train) -> str:
     """Return the name of the trainer that a recipe's settings choose."""
     if settings.teacher:
         return "distill"
-    if settings.algorithm == "sft":
-        return "sft"
+    if settings.algorithm != "grpo":
+        return settings.algorithm
     return "verl" if settings.trainer == "verl" else "grpo"
 
 

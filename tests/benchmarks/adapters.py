@@ -1,6 +1,7 @@
-"""Measure an adapter's gain on held-out questions, and how far each way to merge it is from the trained model.
+"""Measure a recipe's gain on held-out questions, and how far each way to merge an adapter is from the trained model.
 
     python tests/benchmarks/adapters.py tiny-qlora 0 train.steps=16 evaluate.n=1000
+    python tests/benchmarks/adapters.py raft 0 evaluate.n=1000
 
 Recipe, seed, and overrides; on a CPU, without MLflow. The gain is paired over the questions; the merge is tried into
 the base as it was stored and into the original one, which is wrong for a packed base and shows by how much.
@@ -16,7 +17,7 @@ from qrl import process, recipe, stats, tasks, tiny
 from qrl.engine import hf
 from qrl.evaluate import cells
 from qrl.tasks import prompt
-from qrl.train import Job, grpo, merge
+from qrl.train import Job, merge, trainers
 
 
 def main() -> None:
@@ -29,7 +30,7 @@ def main() -> None:
     warnings = []
     data = {"base": tiny.PATH, "questions": questions, "settings": settings.train, "seed": settings.seed}
     out = {"work": folder / "work", "out": folder / "model", "watch": settings.watch, "warn": warnings.append}
-    trained = grpo.run(Job(**data, **asked, **out))
+    trained = trainers.TRAINERS[trainers.name(settings.train)].run(Job(**data, **asked, **out))
     path = merged(trained.path, questions[:8], settings, folder) if trained.adapter else trained.path
 
     heldout = tasks.load(settings.task, "heldout", settings.evaluate.n, settings.seed)

@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -137,11 +138,162 @@ def test_what_the_nodes_cannot_reach(settings, address, sentence, monkeypatch):
         jobs.prepared(config.load(settings), process.ROOT / "projects" / "vllm", "train", {})
 
 
-def test_a_dry_run_prints_the_scripts_of_all_steps(monkeypatch, capsys):
+def shown(
+    entry: str, parameters: dict[str, str], capsys, settings: dict = SLURM, manager="uv"
+) -> list[tuple[str, str]]:
+    """Return what a dry run prints: the step, and the part that it makes, with the folder of the project it runs."""
+    assert backend.start(config.load(settings), process.ROOT, entry, parameters, manager, dry=True) is None
+    scripts = capsys.readouterr().out.split("# ---- ")[1:]
+    found = []
+    for script in scripts:
+        title, _, body = script.partition("\n")
+        subprocess.run(["bash", "-n"], input=body, text=True, check=True)
+        words = shlex.split(next(line for line in body.splitlines() if line.startswith("exec ")))
+        folder = Path(words[words.index("--project") + 1]) if "--project" in words else None
+        assert folder in (None, process.ROOT) or f"in the environment of projects/{folder.name} " in title
+        step = title.partition(", in the")[0].partition(" (--env")[0]
+        found.append((step, folder and folder.name))
+    return found
+
+
+CORE = process.ROOT.name
+
+
+@pytest.mark.parametrize(
+    ("parameters", "expected"),
+    [
+        ({"recipe": "tiny"}, [("train", CORE), ("quantize nf4", CORE), ("quantize awq", "awq"), ("evaluate", CORE)]),
+        (
+            {"recipe": "tiny-lora", "quantize.schemes": "awq,nf4,gptq", "yes": "true"},
+            [
+                ("train", CORE),
+                ("merge", CORE),
+                ("quantize awq", "awq"),
+                ("quantize nf4,gptq", CORE),
+                ("evaluate", CORE),
+            ],
+        ),
+        (
+            {"rollout.engine": "vllm", "evaluate.engine": "vllm", "quantize.schemes": "nf4"},
+            [("train", "vllm"), ("quantize nf4", CORE), ("evaluate", "vllm")],
+        ),
+        (
+            {"rollout.engine": "vllm", "train.trainer": "verl", "quantize.schemes": "nf4"},
+            [("train", "verl"), ("quantize nf4", CORE), ("evaluate", CORE)],
+        ),
+    ],
+)
+def test_a_dry_run_prints_the_script_of_each_job_in_its_environment(parameters, expected, monkeypatch, capsys):
     monkeypatch.setattr(jobs.mlflow, "get_tracking_uri", lambda: SERVER)
-    assert backend.start(config.load(SLURM), process.ROOT, "main", {"recipe": "tiny"}, "uv", dry=True) is None
-    shown = [line.split()[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("# ----")]
-    assert shown == ["main", *backend.STEPS]
+    rest = [("diagnose", CORE), ("compare", CORE), ("promote", CORE)]
+    assert shown("main", parameters, capsys) == [("main", CORE), *expected, *rest]
+
+
+def test_where_steps_have_no_gpu_their_jobs_evaluate_in_the_environment_for_a_cpu(monkeypatch, capsys):
+    monkeypatch.setattr(jobs.mlflow, "get_tracking_uri", lambda: SERVER)
+    on_cpu = SLURM | {"steps": {}}
+    assert ("evaluate", "vllm_cpu") in shown("main", {"evaluate.engine": "vllm"}, capsys, on_cpu)
+    assert ("evaluate", "vllm_cpu") in shown("main", {"evaluate.engine": "vllm", "device": "cpu"}, capsys)
+
+
+def test_a_training_is_submitted_in_the_environment_that_a_study_would_take(monkeypatch, capsys):
+    monkeypatch.setattr(jobs.mlflow, "get_tracking_uri", lambda: SERVER)
+    vllm = {"rollout.engine": "vllm", "train.parallel": "ddp"}
+    assert shown("train", vllm, capsys) == [("train", "vllm")]
+    assert shown("train", {"train.steps": "2"}, capsys) == [("train", CORE)]
+    nodes = SLURM | {"steps": {"train": {"nodes": 2, "gpus": 4}}}
+    with pytest.raises(BadInput, match=r"set `python` in cluster\.yaml to the Python of .*projects/vllm"):
+        shown("train", vllm, capsys, nodes)
+    assert shown("train", vllm, capsys, nodes | {"python": "/shared/envs/vllm/bin/python"}) == [("train", None)]
+    assert shown("train", vllm, capsys, nodes, manager="local") == [("train", None)]  # this Python, as all steps
+    assert shown("train", {"train.steps": "2"}, capsys, nodes) == [("train", None)]
+    with pytest.raises(BadInput, match="no recipe 'tinny'"):
+        shown("train", {"recipe": "tinny"}, capsys)
+
+
+PYXIS = {"runtime": "pyxis", "image": "nvcr.io#nvidia/pytorch:25.10-py3", "mounts": ["/data", "/raid/hf:/hf:ro"]}
+APPTAINER = PYXIS | {"runtime": "apptainer", "image": "/shared/images/qrl.sif"}
+
+
+def container(settings: dict, **more) -> dict:
+    steps = {"train": {"gpus": 2, "cpus": 8, "container": settings} | more}
+    return SLURM | {"shared": str(process.ROOT.parent), "steps": steps}
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("settings", [PYXIS, APPTAINER])
+def test_a_step_runs_in_an_image(settings, nodes, tmp_path):
+    """The script's last line runs, with stand-ins for srun and apptainer that write down how they were called."""
+    script = Slurm().script(job(container(settings, nodes=nodes), **{"train.steps": "2", "data": "a b"}))
+    line = script.splitlines()[-1]
+    words = shlex.split(line.replace("$(hostname)", "n1"))
+    of_srun = words[words.index("srun") :] if "srun" in words else words[1:]
+    shared = f"{process.ROOT.parent}:{process.ROOT.parent}"
+    mounts = f"{shared},/data:/data,/raid/hf:/hf:ro"
+    if settings is PYXIS:
+        expected = [f"--container-image={PYXIS['image']}", f"--container-mounts={mounts}"]
+        start = of_srun.index(expected[0])
+        assert of_srun[start : start + 3] == [*expected, f"--container-workdir={process.ROOT}"]
+        assert "--cpus-per-task=8" in of_srun[:start] and f"--nodes={nodes}" in of_srun[:start]
+        inner = of_srun[start + 3 :]
+    else:
+        start = of_srun.index("apptainer")
+        assert of_srun[start : start + 7] == ["apptainer", "exec", "--nv", "--bind", mounts, "--pwd", str(process.ROOT)]
+        assert of_srun[start + 7] == APPTAINER["image"]
+        inner = of_srun[start + 8 :]
+    assert inner[:3] == ["python", "-m", "qrl" if nodes == 1 else "torch.distributed.run"]
+    assert "a b" in line and ("data=a b" in inner or "a b" in inner)
+    if nodes == 2:  # the command that calls srun runs beside the image
+        assert words[1:4] == [sys.executable, "-m", "qrl"] and words.index("--") < words.index("srun")
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+    (tmp_path / "bin").mkdir()
+    for name in ("srun", "apptainer"):
+        stand_in = tmp_path / "bin" / name
+        stand_in.write_text(f'#!/bin/bash\nprintf "%s\\n" {name} "$@" >> {tmp_path}/called\n')
+        stand_in.chmod(0o755)
+    if nodes == 1:
+        variables = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+        subprocess.run(["bash", "-c", line], env=variables, check=True)
+        assert (tmp_path / "called").read_text().splitlines() == words[1:]
+
+
+def test_a_studys_own_job_runs_beside_the_image_since_it_calls_sbatch():
+    everywhere = SLURM | {"defaults": {"container": PYXIS}}
+    assert "--container-image" not in Slurm().script(job(everywhere, "main"))
+    assert "--container-image" in Slurm().script(job(everywhere, "compare"))
+    assert "--container-image" in Slurm().script(job(everywhere | {"one_job": True}, "main"))
+    assert "--nv" not in Slurm().script(job(SLURM | {"defaults": {"container": APPTAINER}}, "compare"))
+    with pytest.raises(BadInput, match=r"'steps\.main\.container' is set, but a study's own job calls sbatch"):
+        config.load(SLURM | {"steps": {"main": {"container": PYXIS}}}).check(ENTRY_POINTS, "main")
+
+
+def test_an_image_has_its_own_python_unless_the_file_names_one():
+    def python(**changes) -> str:
+        line = Slurm().script(job(container(APPTAINER) | changes)).splitlines()[-1]
+        return shlex.split(line.partition(APPTAINER["image"])[2])[0]
+
+    assert python() == "python" and python(python="/opt/venv/bin/python") == "/opt/venv/bin/python"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"image": None}, "'steps.train.container.image' is missing: expected the image's name or file"),
+        ({"runtime": None}, "'steps.train.container.runtime' is missing: expected pyxis or apptainer"),
+        ({"runtime": "docker"}, "'steps.train.container.runtime' is 'docker'"),
+        ({"image": "a b"}, "'steps.train.container.image' is 'a b'"),
+        ({"image": "--privileged"}, "'steps.train.container.image' is '--privileged'"),
+        ({"mounts": ["data"]}, "'steps.train.container.mounts.0' is 'data'"),
+        ({"mounts": ["/a,/etc:/etc"]}, "'steps.train.container.mounts.0'"),
+        ({"mount": ["/a"]}, "'steps.train.container.mount' is unknown: expected one of runtime, image, mounts"),
+    ],
+)
+def test_an_image_that_does_not_fit_is_one_sentence(change, sentence):
+    wanted = {key: value for key, value in (PYXIS | change).items() if value is not None}
+    with pytest.raises(BadInput) as refused:
+        config.load(container(wanted)).resources("train")
+    assert sentence in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_an_unknown_entry_point():

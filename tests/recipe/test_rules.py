@@ -29,6 +29,34 @@ BROKEN = {  # rule → a recipe that breaks it
     "sft-has-no-qat": Recipe(train=Train(algorithm="sft", qat="int8")),
     "sft-trains-all-weights": Recipe(train=Train(algorithm="sft", method="lora")),
     "sft-stops-by-the-probe": Recipe(train=Train(algorithm="sft"), watch=Watch(stop=("entropy",))),
+    **{
+        f"raft-has-no-{section}.{key}": Recipe(**{section: {"algorithm": "raft", key: text}})
+        for section, key, text in (
+            ("train", "teacher", "m"),
+            ("train", "qat", "int8"),
+            ("train", "beta", 0.1),
+            ("train", "max_resamples", 2),
+            ("train", "loss", "dapo"),
+            ("train", "importance_sampling_level", "sequence"),
+            ("train", "epsilon", 0.1),
+            ("train", "epsilon_high", 0.3),
+            ("train", "scale_rewards", "group"),
+        )
+    },
+    "raft-has-no-rollout.is_correction_max": Recipe(
+        train=Train(algorithm="raft"), rollout=Rollout(is_correction_max=3.0, **VLLM)
+    ),
+    "raft-corrects-no-engine": Recipe(
+        train=Train(algorithm="raft"), rollout=Rollout(is_correction="sequence_mask", **VLLM)
+    ),
+    "raft-measures-the-gap-at-temperature-1": Recipe(
+        train=Train(algorithm="raft", temperature=0.7), rollout=Rollout(**VLLM)
+    ),
+    "raft-stops-by-what-it-measures": Recipe(train=Train(algorithm="raft"), watch=Watch(stop=("kl", "entropy"))),
+    "raft-knows-no-right-answer-of-own-rewards": Recipe(
+        train=Train(algorithm="raft", rewards=("correct", "mine.py:short"))
+    ),
+    "min-kept-reward-needs-raft": Recipe(train=Train(min_kept_reward=1.0)),
     "distillation-has-no-mask_truncated": Recipe(train=Train(teacher="m", mask_truncated=True)),
     "distillation-has-no-max_resamples": Recipe(train=Train(teacher="m", max_resamples=1)),
     "distillation-has-no-watchers": Recipe(train=Train(teacher="m"), watch=Watch(probe_every=2)),

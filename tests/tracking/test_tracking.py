@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -242,6 +243,29 @@ def test_a_failing_cell_fails_alone(store):
     assert mlflow.get_run(cell.info.run_id).data.tags["mlflow.parentRunId"] == parent.info.run_id
     assert {metric.run_id for metric in mlflow.get_logged_model(model.model_id).metrics} >= {cell.info.run_id}
     assert mlflow.get_run(parent.info.run_id).inputs.dataset_inputs[0].dataset.name == "arithmetic-heldout"
+
+
+def test_live_metrics_go_to_the_run_and_a_line_each_to_a_file_that_a_kill_cannot_break(store, tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1, "time": 1.0, "train/loss": 0.5}\n{"step": 2, "tra')  # a killed process wrote
+    with mlflow.start_run() as run:
+        log = contents.live_log(file)
+        log({"train/loss": 0.25, "train/kl": math.nan, "train/grad_norm": math.inf}, 2)
+        log({"probe/n": 128}, 2)
+        elsewhere = contents.live_log(tmp_path / "absent" / "metrics.jsonl")  # a folder that is gone ends no training
+        elsewhere({"train/loss": 0.125}, 3)
+    lines = file.read_text().splitlines()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [row["step"] for row in rows] == [1, 2, 2] and abs(rows[-1]["time"] - time.time()) < 60
+    assert {key: row for key, row in rows[1].items() if key != "time"} == {
+        "step": 2,
+        "train/loss": 0.25,
+        "train/kl": None,
+        "train/grad_norm": None,
+    }
+    assert rows[2]["probe/n"] == 128
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "train/loss")
+    assert [(point.step, point.value) for point in history] == [(2, 0.25), (3, 0.125)]
 
 
 def test_a_dataset_that_another_process_inserts_at_the_same_moment_is_logged(store):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -197,7 +198,13 @@ def test_two_processes_train_as_one_and_the_first_alone_logs_and_writes(store, t
         for name in ("train/reward", "probe/n")
     }
     assert steps == {"train/reward": [1, 2], "probe/n": [0, 2]} and run.data.metrics["probe/n"] == 5
-    table = json.loads((Path(run.info.artifact_uri.removeprefix("file://")) / "completions.json").read_text())
+    artifacts = Path(run.info.artifact_uri.removeprefix("file://"))
+    rows = [json.loads(line) for line in (artifacts / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/reward" in row] == [1, 2]
+    assert [row["probe/n"] for row in rows if "probe/n" in row] == [5, 5]
+    (named,) = re.findall(r"live metrics: (\S+metrics\.jsonl)", done.stderr)
+    assert Path(named).is_relative_to(Path(folder).resolve() / ".qrl")
+    table = json.loads((artifacts / "completions.json").read_text())
     shared = (
         pd.DataFrame(table["data"], columns=table["columns"])
         .groupby("step")["prompt"]

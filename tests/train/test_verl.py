@@ -22,7 +22,7 @@ from qrl.recipe import Recipe, Rollout, Train, Watch, rules
 from qrl.recipe.base import Section
 from qrl.study import build
 from qrl.tasks import prompt
-from qrl.tracking import keys
+from qrl.tracking import keys, places
 from qrl.train import Job, policy
 from qrl.train import merge as merging
 from qrl.train.job import Machine
@@ -299,8 +299,8 @@ def test_sampled_completions_are_read_from_verls_files(tmp_path):
 
 def test_the_environment_and_the_key_are_verls_and_other_keys_stay(monkeypatch):
     monkeypatch.delenv(build.PLACE, raising=False)
-    assert build.environment_for("train", build.trained_by(settings())).name == "verl"
-    assert build.trained_by(recipe.load("tiny")) == "transformers"
+    assert build.environment_for("train", places.trained_by(settings())).name == "verl"
+    assert places.trained_by(recipe.load("tiny")) == "transformers"
     of = {
         name: keys.trained(recipe.load("tiny", each), "d", "cuda") for name, each in {"trl": {}, "verl": VERL}.items()
     }

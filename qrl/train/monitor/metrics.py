@@ -33,6 +33,7 @@ class Kind:
     names: dict[str, str]  # TRL's name → ours; its other numbers stay in the trainer's own state
 
 
+KEPT = ("kept_completions", "kept_questions")  # of a step of rejection sampling: how many, as it logs them
 _OURS = {  # TRL's name → ours, below train/
     **{name: name for name in ("reward", "reward_std")},
     **{f"rewards/{name}/mean": f"reward_{name}" for name in REWARDS},
@@ -45,6 +46,7 @@ _OURS = {  # TRL's name → ours, below train/
     "clip_ratio/low_mean": "clip_ratio_low",
     "clip_ratio/high_mean": "clip_ratio_high",
     **{name: name for name in ("resampled_groups", "flat_groups")},
+    **{name: name for name in KEPT},
     **{name: name for name in (reward.TIMEOUTS, reward.ERRORS, "completions_per_s", "peak_memory_gib")},
 }
 _TRAIN = {name: f"train/{ours}" for name, ours in _OURS.items()}
@@ -55,6 +57,7 @@ _DISTILLED = (
 )
 _SUPERVISED = ("loss", "entropy", "grad_norm", "learning_rate", "peak_memory_gib")
 GRPO = Kind("GRPO", "reward", _TRAIN | _ROLLOUT)
+RAFT = Kind("RAFT", "reward", _TRAIN | _ROLLOUT)
 SFT = Kind("SFT", "loss", {name: _TRAIN[name] for name in _SUPERVISED})
 DISTILLATION = Kind("distillation", "loss", {name: _TRAIN[name] for name in _DISTILLED} | _ROLLOUT)
 
@@ -137,15 +140,15 @@ def _names(kind: Kind, *rows: dict) -> dict[str, str]:
 
 
 def completions(work: Path, settings: Train, kind: Kind) -> pd.DataFrame:
-    """Return the first completions of every step, from TRL's files: step, prompt, completion, and GRPO's reward."""
+    """Return the first completions of every step, from TRL's files: step, prompt, completion, and the reward."""
     columns = ["step", "prompt", "completion"]
-    if kind is GRPO:
+    if kind.measure == "reward":
         columns.append("reward")
     weights = dict(zip(map(reward_name, settings.rewards), settings.weights_of_rewards, strict=True))
     steps = []
     for file in sorted((work / "completions").glob("*.parquet")):
         frame = pd.read_parquet(file).head(settings.completions_logged)
-        if kind is GRPO:
+        if kind.measure == "reward":
             frame["reward"] = sum(frame[name] * weight for name, weight in weights.items())
         steps.append(frame[columns])
     frame = pd.concat(steps, ignore_index=True) if steps else pd.DataFrame(columns=columns)

@@ -68,7 +68,16 @@ class Watchers:
                 "completions of a group are becoming the same: lower train.learning_rate, or raise train.beta or "
                 "train.epsilon_high.",
             )
-        if all(row.get("frac_reward_zero_std", 0) >= 1 for row in last):
+        if "kept_completions" in last[-1]:  # of rejection sampling, where a group of right answers has a gradient
+            if not any(row.get("kept_completions") for row in last):
+                yield (
+                    "signal",
+                    f"No training signal: in {_steps(last)} no completion earned enough to be kept (mean reward "
+                    f"{_mean(last, 'reward'):.3g}), so there was no gradient: the questions are too hard, no answer "
+                    "has the required form, or train.min_kept_reward is too high. Change the questions, the prompt or "
+                    "train.temperature.",
+                )
+        elif all(row.get("frac_reward_zero_std", 0) >= 1 for row in last):
             reward = _mean(last, "reward")
             if reward >= 1:
                 cause = "the questions are too easy"
