@@ -25,7 +25,7 @@ from qrl.registry.history import History
 from qrl.registry.stages import check_stage
 from qrl.steps import outcome
 from qrl.tasks import question_sets
-from qrl.tracking import cells, contents, lineage, models, runs, store
+from qrl.tracking import addresses, cells, contents, lineage, models, runs, store
 from qrl.tracking.cells import Evaluated
 from qrl.tracking.lineage import Ancestor
 
@@ -55,6 +55,9 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
     recipes = [_recipe_of(recipe, cell, base, typed) for cell, base in zip(candidates, bases, strict=True)]
     name = _common_name(recipes)
     recipe = recipes[0]
+    warning = registry.check_base(recipe, bases[0].digest)
+    if warning:
+        click.secho(f"qrl: warning: {warning}", fg="yellow", err=True)
     stages_by_name = _stages_by_name(recipe, stages, name)
     if not runs.is_launched():
         _echo_settings(recipe)
@@ -90,7 +93,7 @@ def _base(recipe: Recipe, cell: Evaluated, typed: Collection[str]) -> Ancestor:
     """
     line = lineage.line(cell.model) if cell.model else []
     if "model" in typed and line:
-        base = _find_in_line(line, recipe.model, source.locate(recipe.model))
+        base = _find_in_line(line, recipe.model, addresses.folder(recipe.model))
         if base is None:
             actual = line[-1].address or "another"
             raise _contradiction(f"--model {recipe.model}", cell, f"its model was made from {actual}")
@@ -99,6 +102,8 @@ def _base(recipe: Recipe, cell: Evaluated, typed: Collection[str]) -> Ancestor:
     first = line[-1] if line else Ancestor(cell.digest, "")
     recorded_model = cell.settings.get("model", "")
     folder = source.SHIPPED.get(recorded_model) or Path(recorded_model)
+    if recorded_model.startswith("models:/"):
+        folder = addresses.folder(recorded_model)
     return _find_in_line(line, recorded_model, folder) or first
 
 

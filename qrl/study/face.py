@@ -43,12 +43,16 @@ def study(recipe: str = "auto", **overrides: object) -> Study:
     """
     from qrl import compare
     from qrl import recipe as recipes
+    from qrl.registry import starting
     from qrl.study import auto, pipeline
     from qrl.tracking import contents, projects
 
     typed = {key: str(value) for key, value in overrides.items()}
     name = auto.recipe_for(recipe, typed)
     settings = recipes.load(name, typed)
+    if settings.model.startswith("models:/"):
+        settings = starting.with_version(settings)
+        typed["model"] = settings.model
     if "prompt" in typed:  # a file's contents, which the steps then share
         typed["prompt"] = settings.prompt
     run_id = pipeline.study(settings, {"recipe": name, **typed})
