@@ -71,7 +71,7 @@ def check_base(recipe: Recipe, digest: str) -> str:
         BadInput: the base model of the registered model is of another folder or hub id, and has other weights.
     """
     name = registered_name(recipe)
-    if recipe.registered_name or model_of(name) is None:
+    if recipe.registered_name or model_of(name, make=True) is None:
         return ""
     history = pointers.current(name)
     number = history.state.at.get(recipe.promote.declared[0].stage)

@@ -55,7 +55,9 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
     recipes = [_recipe_of(recipe, cell, base, typed) for cell, base in zip(candidates, bases, strict=True)]
     name = _common_name(recipes)
     recipe = recipes[0]
-    warning = registry.check_base(recipe, bases[0].digest)
+    warning = ""
+    if bases[0].address:  # else the store does not say which weights the base has
+        warning = registry.check_base(recipe, bases[0].digest)
     if warning:
         click.secho(f"qrl: warning: {warning}", fg="yellow", err=True)
     stages_by_name = _stages_by_name(recipe, stages, name)
