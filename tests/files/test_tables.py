@@ -136,7 +136,7 @@ BROKEN = {
     "UTF-16, as a shell of Windows redirects": (
         "q.jsonl",
         '{"variant": "base"}'.encode("utf-16"),
-        "is in UTF-16, as Excel and PowerShell write texts.*save it as UTF-8",
+        "is in UTF-16, as Excel and PowerShell write texts, but UTF-8 was expected: save it as UTF-8",
     ),
     "CSV in UTF-16 without a mark": ("q.csv", "variant,scheme".encode("utf-16-le"), "is in UTF-16LE"),
     "JSON in UTF-32": ("q.json", '[{"variant": 1}]'.encode("utf-32"), "is in UTF-32"),
