@@ -68,6 +68,7 @@ TAG_CACHE_KEY = "qrl.cache_key"
 TAG_PARENT_DIGEST = "qrl.parent_digest"
 TAG_CHAT = "qrl.chat_template_kwargs"  # of a version, as JSON: how its evaluation rendered chats; absent for none
 TAG_PARENT_VERSION = "qrl.parent_version"
+TAG_MODEL_VERSION = "qrl.model_version"  # of a run whose recipe's model is a version: models:/NAME/3, as resolved
 TAG_HISTORY = "qrl.history"  # of a registered model: the run that holds the record of its decisions
 TAG_APPLIED = "qrl.history.applied"  # the number of the last decision that its pointers show
 TAG_REASON = "qrl.reason"

@@ -13,7 +13,6 @@ import io
 import logging
 import multiprocessing
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -29,12 +28,14 @@ from multiprocessing import forkserver, spawn
 from pathlib import Path
 from typing import Any, Literal
 
+from qrl import mlflow_run
 from qrl.errors import QrlError
 
 CHATTY = ("torchao", "torch.utils._pytree", "bitsandbytes", "torch.distributed.elastic", "torch.fx", "alembic")
 ROOT = Path(__file__).parents[1]
 CALLER = "QRL_CALLER"  # how the user types commands, for processes that such a command launches
 FOLDER = "QRL_FOLDER"  # the folder in which the launching command was typed; MLflow starts us in the project's own
+WORK = "QRL_WORK"  # the folder for work in progress (`workspace.WORK`)
 FIRST = "QRL_FIRST"  # pid of the first process of a training in several, set for those that it started
 # Linux's prctl.
 _PR_SET_PDEATHSIG = 1
@@ -64,9 +65,33 @@ def prepare_process() -> None:
     folder = os.environ.pop(FOLDER, None)
     if folder:
         os.chdir(folder)  # relative paths and work in progress belong to the folder of the launching command
+    else:
+        _leave_fetched_project()
     _set_variables()
     _quiet_libraries()
     _keep_freed_memory()
+
+
+def _leave_fetched_project() -> None:
+    """Work where the user is, if MLflow fetched this checkout into a temporary folder that the next run will not see.
+
+    Relative paths then count from the folder in which `mlflow run` was typed, and work in progress stays in the user's
+    cache, where the same command finds it again, wherever it is typed.
+    """
+    if "MLFLOW_RUN_ID" not in os.environ or Path.cwd() != ROOT:
+        return
+    launched = mlflow_run.read(*_launchers())
+    if launched is None or not launched.is_fetched:
+        return
+    os.environ[CALLER] = caller()
+    os.environ.setdefault(WORK, str(cache_folder()))
+    os.chdir(launched.folder)
+
+
+def cache_folder() -> Path:
+    """Return the folder in which this user's programs keep what is ours and can be made again."""
+    caches = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(caches) if os.path.isabs(caches) else Path.home() / ".cache") / "qrl"
 
 
 def _set_variables() -> None:
@@ -301,15 +326,9 @@ def caller() -> str:
     """Return how commands are typed here, with `{}` for the step, such as `mlflow run . -e {} --env-manager uv`."""
     if CALLER in os.environ:  # this process was started by such a command, in another environment
         return os.environ[CALLER]
-    words, words_above, folder = _launchers()
-    if "run" in words and Path(words[words.index("run") - 1]).name == "mlflow":
-        program = f"{shlex.quote(words[0])} -m mlflow" if words[1] == "-m" else "mlflow"
-        if words_above[1:3] == ["tool", "uvx"]:  # as which uv starts itself
-            program = shlex.join(["uvx", *words_above[3 : words_above.index("run")]])
-        project = "." if folder == str(ROOT) else shlex.quote(str(ROOT))
-        pattern = f"{program} run {project} -e {{}}"
-        manager = re.search(r"--env-manager[ =]\S+", " ".join(words))
-        return f"{pattern} {manager[0]}" if manager else pattern
+    launched = mlflow_run.read(*_launchers())
+    if launched:
+        return launched.pattern(ROOT)
     if sys.argv[0] == shutil.which("qrl"):
         return "qrl {}"
     return f"{shlex.quote(sys.orig_argv[0])} -m qrl {{}}"

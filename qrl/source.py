@@ -49,6 +49,11 @@ def locate(model: str) -> Path:
         ) from None
 
 
+def short_name(model: str) -> str:
+    """Return a model's name in titles: `my-model` of a folder or hub id, `qrl-tiny/3` of models:/qrl-tiny/3."""
+    return model.removeprefix("models:/") if model.startswith("models:/") else Path(model).name
+
+
 def _absolute(model: str) -> str:
     """Return a sentence with the absolute path to try: `mlflow run FOLDER` starts steps in FOLDER."""
     if Path(model).is_absolute() or not os.environ.get("MLFLOW_RUN_ID"):

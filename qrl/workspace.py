@@ -13,13 +13,17 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from qrl import names
+from qrl import names, process
 from qrl.errors import BadInput
 
 DYING_S = 10  # how long a process that was told to stop may hold a folder: a study that was killed leaves such steps
 _YOUNG_S = 60  # a younger temporary folder may not be locked yet
+NAME = ".qrl"  # of the folder that is ours, in a working folder or beside a database
 # In the working folder, which is normally on the store's file system, so that finished weights can be linked there.
-WORK = Path(".qrl")
+# `process.prepare_process` sets the variable where the working folder is a temporary one.
+WORK = Path(os.environ.get(process.WORK) or NAME)
+LOCKS = "locks"  # the folder beside a database in which are the locks of its store
+OTHER_DISK = f"set {process.WORK}, or start qrl from a folder on another disk"
 
 
 @contextmanager
@@ -96,7 +100,7 @@ def check_space(folder: Path, size: int, what: str) -> None:
     if free < size:
         raise BadInput(
             f"{what} needs {size / 1e9:.2g} GB, but {folder.absolute()} has {free / 1e9:.2g} GB free: free the disk, "
-            "or start qrl from a folder on another disk."
+            f"{OTHER_DISK}."
         )
 
 

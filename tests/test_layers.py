@@ -15,7 +15,7 @@ from qrl.tracking import sources
 
 PACKAGE = Path(qrl.__file__).parent
 LAYERS = [
-    {"names", "errors", "files", "process", "workspace", "stats", "recipe", "plan"},
+    {"names", "errors", "files", "mlflow_run", "process", "workspace", "stats", "recipe", "plan"},
     {"checkpoint", "source", "tiny", "tasks", "formats", "engine", "figures"},
     {"train", "quantize", "evaluate", "diagnose", "compare", "serve", "benchmark"},
     {"tracking", "registry", "cluster"},

@@ -165,6 +165,11 @@ class RecipeCommand(click.Command):
 
             name = auto.recipe_for(name, overrides)
         settings = recipe.load(name, inherited | overrides)
+        if settings.model.startswith("models:/"):
+            from qrl.registry import starting
+
+            settings = starting.with_version(settings)
+            overrides["model"] = settings.model  # the version, for the steps that this command launches
         ctx.params["settings"] = settings
         if "prompt" in overrides:  # a file's contents, which its later steps then share
             overrides["prompt"] = settings.prompt

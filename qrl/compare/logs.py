@@ -10,6 +10,7 @@ import os
 import re
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ from qrl.names import cell_name
 LARGEST = 1 << 30  # bytes of a log, uncompressed
 GROWS = 8  # bytes in memory per byte of JSON, at least half of the worst case: 300 MB of `[],[],…` take 6 GB
 ZSTD = 93  # zip's number for it, which the standard library reads only from Python 3.14 on
+NO_FILTER = "none"  # the harness's own name for it
 HARNESS = "lm-evaluation-harness"
 INSPECT = "inspect_ai"
 GRADES = {"C": 1.0, "I": 0.0, "N": 0.0, "P": 0.5}  # inspect's correct, incorrect, no answer, partly correct: its values
@@ -99,8 +101,7 @@ def read_logs(
 
         if log.tool == INSPECT and filter is not None:
             raise BadInput(f"{log.path} is a log of {INSPECT}, which has no filters: omit --filter.")
-        filter = _only("filter", filter, log, [answer.filter for answer in log.answers])
-        answers = [answer for answer in log.answers if answer.filter == filter]
+        filter, answers = _filtered(log, filter)
         metrics: dict[str, None] = {}  # their names, each once, in order
         for answer in answers:
             metrics.update(dict.fromkeys(answer.scores))
@@ -182,9 +183,10 @@ def _harness(path: Path) -> Log:
             completion=str(_first_leaf(row["resps"])),
             scores={name: row[name] for name in metrics},
             conditions=conditions,
-            filter=str(row.get("filter", "none")),
+            filter=None if row.get("filter") is None else str(row["filter"]),
         )
         answers.append(answer)
+    _check_unnamed_filters(path, answers)
     task = re.fullmatch(r"samples_(.+)_\d{4}-\d\d-\d\dT.*", path.stem)
     return Log(path, HARNESS, answers, {"task": task[1]} if task else {})
 
@@ -325,6 +327,35 @@ def _only(option: str, name: str | None, log: Log, values: Iterable[str | None])
     if name not in present:
         raise BadInput(f"{available}, not '{name}': choose with --{option} one that every log has.")
     return name
+
+
+def _filtered(log: Log, name: str | None) -> tuple[str | None, list[Answer]]:
+    """Return the filter to read, and the answers that it made; of a log without filters, all of them.
+
+    A log of lm-evaluation-harness whose samples name no filter has one at most, which is called "none" there.
+    """
+    named = [answer.filter for answer in log.answers]
+    if log.tool == HARNESS and None in named and name not in (None, NO_FILTER):
+        raise BadInput(
+            f"The samples of {log.path} name no filter, so it is not known whether '{name}' made their scores: give "
+            f"logs of one version of {HARNESS}, written with --log_samples by one that names the filter."
+        )
+    if log.tool == HARNESS:
+        named = [filter or NO_FILTER for filter in named]
+    chosen = _only("filter", name, log, named)
+    return chosen, [answer for answer, filter in zip(log.answers, named, strict=True) if filter == chosen]
+
+
+def _check_unnamed_filters(path: Path, answers: Iterable[Answer]) -> None:
+    """Raise BadInput if a log has several samples of one document and does not say which filter made which."""
+    unnamed = Counter(answer.question for answer in answers if answer.filter is None)
+    repeated = [question for question, count in unnamed.items() if count > 1]
+    if repeated:
+        raise BadInput(
+            f"{path} has {unnamed[repeated[0]]} samples of document {repeated[0]} and names no filter: the task has "
+            f"several filters, and this version of {HARNESS} does not say which one made a sample. Keep one sample a "
+            "document, that of one filter, or run lm-eval again in a version whose samples have `filter`."
+        )
 
 
 def _outcome(log: Log, answer: Answer, metric: str) -> float:

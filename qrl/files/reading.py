@@ -1,5 +1,6 @@
 """Files that others wrote, read within bounds: regular ones, their sizes looked at first, JSON of any shape."""
 
+import codecs
 import json
 import os
 import re
@@ -45,6 +46,42 @@ def read_bytes(path: Path, limit_bytes: int) -> bytes:
             return file.read(limit_bytes)
     except OSError as error:
         raise BadInput(f"{path} cannot be read ({error.strerror}): give a file that is readable.") from None
+
+
+def check_encoding(label: str, content: bytes) -> None:
+    """Check that the bytes of a text are not in UTF-16 or UTF-32, as Excel and PowerShell write them.
+
+    They begin with a byte order mark or, without one, with a zero byte beside the first ASCII character.
+
+    Args:
+        label: how the error calls the text.
+        content: all of it, or its beginning.
+
+    Raises:
+        BadInput: they are.
+    """
+    encoding = _wide_encoding(content[:4])
+    if encoding:
+        raise BadInput(
+            f"{label} is in {encoding}, as Excel and PowerShell write texts, but UTF-8 was expected: save it as UTF-8, "
+            f"as with `iconv -f {encoding} -t UTF-8 FILE > NEW`."
+        )
+
+
+def _wide_encoding(start: bytes) -> str:
+    """Return UTF-16 or UTF-32 by the first four bytes of a text; empty for one whose characters are bytes."""
+    if start in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE):  # first: one begins as that of UTF-16 does
+        return "UTF-32"
+    if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        return "UTF-16"
+    zeros = [byte == 0 for byte in start]
+    encodings = {
+        (True, True, True, False): "UTF-32BE",
+        (False, True, True, True): "UTF-32LE",
+        (True, False, True, False): "UTF-16BE",
+        (False, True, False, True): "UTF-16LE",
+    }
+    return encodings.get(tuple(zeros), "")
 
 
 def parse_json(text: str | bytes, *, unique: bool = False) -> Any:

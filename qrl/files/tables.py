@@ -431,6 +431,7 @@ def _rows(path: Path) -> Iterator[Row]:
         yield from _numbered(f"{path}, row", _of_parquet(path, content))
         return
 
+    reading.check_encoding(str(path), content)
     text = content.decode("utf-8-sig", errors="replace")
     if path.suffix == ".csv":
         yield from _of_csv(path, text)

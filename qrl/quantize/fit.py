@@ -46,7 +46,8 @@ def check_fit(source: Path, settings: Settings) -> None:
     if settings.group_size:
         settings = settings.with_groups(_fitting(_quantized(model).values()))
         outputs = choices.OUTPUTS.get(settings.scheme, 1)
-        check_widths(model, settings.group_size, outputs, fixed=settings.scheme in choices.FIXED_GROUP)
+        fixed = settings.scheme if settings.scheme in choices.FIXED_GROUP else ""
+        check_widths(model, settings.group_size, outputs, fixed)
 
 
 def _fitting(linears: Iterable[torch.nn.Linear]) -> int:
@@ -74,19 +75,25 @@ def _check_rotatable(config: PretrainedConfig) -> None:
         )
 
 
-def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1, fixed: bool = False) -> None:
+def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1, fixed: str = "") -> None:
     """Raise BadInput where groups do not divide a linear's inputs, or `outputs` its outputs; the head is left out.
 
-    `fixed`: the format defines the group size, so that the recipe cannot choose another.
+    `fixed`: a scheme whose format defines the group size, so that the recipe cannot choose another.
     """
     linear_of = _quantized(model)
     if not linear_of:
         raise BadInput("The model has no linear layer to quantize: expected a transformer language model.")
     for name, linear in linear_of.items():
+        if fixed and linear.in_features % group_size:
+            raise BadInput(
+                f"Scheme {fixed} has groups of {group_size} by its format, whatever quantize.group_size is for other "
+                f"schemes, but they do not divide the {linear.in_features} inputs of layer {name}: leave {fixed} out, "
+                "or choose a scheme with a scale per row, such as fp8 or w8a8."
+            )
         if linear.in_features % group_size:
             advice = "choose a scheme with a scale per row, such as fp8 or w8a8"
             fitting_size = groups.fitting(linear.in_features for linear in linear_of.values())
-            if fitting_size and not fixed:
+            if fitting_size:
                 advice = f"set quantize.group_size to {fitting_size}, which divides all, or to auto, or {advice}"
             raise BadInput(
                 f"Layer {name} has {linear.in_features} inputs, which groups of {group_size} do not divide: {advice}."

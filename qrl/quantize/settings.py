@@ -167,7 +167,10 @@ def unheeded(
         ignoring = [scheme for scheme in schemes if scheme not in users]
         if value == Quantize.model_fields[name].default or not ignoring:
             continue
-        sentence = f"{key} = {value} has no effect on {', '.join(ignoring)}"
+        ignored_by = ignoring
+        if name == "group_size":
+            ignored_by = [_with_fixed_group(scheme) for scheme in ignoring]
+        sentence = f"{key} = {value} has no effect on {', '.join(ignored_by)}"
         using = [scheme for scheme in (*schemes, *beside) if scheme in users]
         if name == "group_size" and qat in names.GROUPED_FORMATS:
             using.append(f"train.qat={qat}")
@@ -176,6 +179,12 @@ def unheeded(
         others = f"only {_and(using)} {'uses' if len(using) == 1 else 'use'} it" if using else ""
         warnings.append(f"{sentence}; {others or 'and no other scheme is quantized'}.")
     return warnings
+
+
+def _with_fixed_group(scheme: str) -> str:
+    """Return a scheme with the size of its groups where that is part of its format: `nvfp4 (always groups of 16)`."""
+    size = FIXED_GROUP.get(scheme)
+    return f"{scheme} (always groups of {size})" if size else scheme
 
 
 def _and(words: Sequence[str]) -> str:

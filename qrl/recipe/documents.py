@@ -59,8 +59,12 @@ def parse(source: Path | str, what: str) -> dict:
         BadInput: it cannot be read, is not YAML in UTF-8, or holds something else.
     """
     try:
-        text = source if isinstance(source, str) else reading.read_bytes(source, LARGEST).decode()
-        document = _of_json(text) if isinstance(source, str) else yaml.load(text, Loader)
+        if isinstance(source, str):
+            document = _of_json(source)
+        else:
+            content = reading.read_bytes(source, LARGEST)
+            reading.check_encoding(what, content)
+            document = yaml.load(content.decode(), Loader)
     except (yaml.YAMLError, ValueError) as error:
         raise BadInput(f"{what} is not valid YAML: {' '.join(str(error).split())}.") from None
     except RecursionError:

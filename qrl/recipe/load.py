@@ -59,7 +59,9 @@ def names() -> list[str]:
 
 def about(name_or_path: str) -> str:
     """Return the comment at the head of a recipe's file; raise BadInput if there is no such recipe."""
-    lines = _path(name_or_path).read_text(encoding="utf-8").splitlines()
+    path = _path(name_or_path)
+    documents.parse(path, f"Recipe {path}")  # it is text in UTF-8
+    lines = path.read_text(encoding="utf-8").splitlines()
     head = itertools.takewhile(lambda line: line.startswith("#"), lines)
     return "\n".join(line.removeprefix("#").strip() for line in head)
 

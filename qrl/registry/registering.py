@@ -11,10 +11,10 @@ from mlflow.store.artifact.artifact_repository_registry import get_artifact_repo
 from qrl import names
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
-from qrl.registry import pages
+from qrl.registry import pages, pointers
 from qrl.registry.client import MlflowClient
 from qrl.registry.history import History, read_history
-from qrl.registry.versions import Version, locked, model_of, versions_of
+from qrl.registry.versions import Version, locked, model_of, version_of, versions_of
 from qrl.tracking import models
 
 _NAME = re.compile(r"\w[\w .+-]{0,199}")  # MLflow allows no / and no :, its search no quotes
@@ -22,6 +22,8 @@ _NAME = re.compile(r"\w[\w .+-]{0,199}")  # MLflow allows no / and no :, its sea
 
 def registered_name(recipe: Recipe) -> str:
     """Return the registered model of a recipe: `qrl-tiny`, `qrl-qwen2.5-1.5b-instruct`, `qrl-<folder>`.
+
+    What starts from version 2 of `qrl-tiny` is `qrl-tiny-v2`.
 
     Raises:
         BadInput: `registered_name` of the recipe has characters that MLflow does not allow.
@@ -31,10 +33,17 @@ def registered_name(recipe: Recipe) -> str:
         return recipe.registered_name
     if recipe.model == "qrl-tiny":
         return recipe.model
+    version = re.fullmatch(r"models:/([^/@]+)/(\d+)", recipe.model)
+    if version:  # a line of its own: its base is not the other's
+        return f"qrl-{_allowed(version[1]).removeprefix('qrl-')}-v{version[2]}"
     path = Path(recipe.model)
     model_name = path.resolve().name if path.is_dir() else recipe.model.rstrip("/").rpartition("/")[2]
-    allowed = re.sub(r"[^a-z0-9._-]+", "-", model_name.lower()).strip("-.")
-    return f"qrl-{allowed or 'model'}"
+    return f"qrl-{_allowed(model_name)}"
+
+
+def _allowed(model_name: str) -> str:
+    """Return a name with the characters that a registered model may have."""
+    return re.sub(r"[^a-z0-9._-]+", "-", model_name.lower()).strip("-.") or "model"
 
 
 def check_name(name: str) -> None:
@@ -44,6 +53,61 @@ def check_name(name: str) -> None:
             f"registered_name is '{name}', but must begin with a letter or digit and hold only letters, digits, "
             "spaces and . _ + -, 200 at most."
         )
+
+
+def check_base(recipe: Recipe, digest: str) -> str:
+    """Check that a recipe's base model is that of its registered model: folders and hub ids may share their last name.
+
+    A name that is set, `registered_name`, is not checked: whoever sets it means it.
+
+    Args:
+        recipe: its model and its stages.
+        digest: of the base model.
+
+    Returns:
+        A warning if the same folder or hub id held other weights before; else nothing.
+
+    Raises:
+        BadInput: the base model of the registered model is of another folder or hub id, and has other weights.
+    """
+    name = registered_name(recipe)
+    if recipe.registered_name or model_of(name, make=True) is None:
+        return ""
+    history = pointers.current(name)
+    number = history.state.at.get(recipe.promote.declared[0].stage)
+    entry = version_of(name, number) if number else None
+    if entry is None or entry.tags.get(names.TAG_DIGEST, digest) == digest:
+        return ""
+
+    origin = _origin(entry)
+    held = f"The base model of '{name}' is version {number} (digest {entry.tags[names.TAG_DIGEST][:12]})"
+    here = f"{recipe.model} (digest {digest[:12]})"
+    if origin in ("", _resolved(recipe.model)):
+        return (
+            f"{held}, and {here} has other weights: what is promoted replaces it. To keep both, set registered_name, "
+            f"such as registered_name={_other_name(recipe.model)}."
+        )
+    raise BadInput(
+        f"{held} of {origin}, and {here} has other weights: two models would share one registered model. Set "
+        f"registered_name, such as registered_name={_other_name(recipe.model)}, or rename the folder."
+    )
+
+
+def _origin(entry: ModelVersion) -> str:
+    """Return the folder or hub id from which a version was logged; empty if the store does not say."""
+    source = str(entry.source)
+    return models.params(source).get("source", "") if source.startswith("models:/m-") else ""
+
+
+def _resolved(model: str) -> str:
+    """Return a model as `source` of a logged one names it: the whole path of a folder."""
+    return str(Path(model).resolve()) if Path(model).is_dir() else model
+
+
+def _other_name(model: str) -> str:
+    """Return a name for a registered model that also says where the model's folder is, or who owns it on the hub."""
+    parts = [part for part in _resolved(model).split("/") if part]
+    return f"qrl-{_allowed('-'.join(parts[-2:]))}"
 
 
 def register(

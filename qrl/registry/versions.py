@@ -2,12 +2,11 @@
 
 Tags name a version's variant, scheme, digest, accuracy, stderr and n; the model's history holds the decisions on it. A
 version may be served if a gate let it in and its files are still those that were judged. The commands of one machine
-take turns by a lock: a file next to the database, or in the temporary folder if the registry is remote.
+take turns by a lock on a file of the store (`store.lock_path`).
 """
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -95,8 +94,9 @@ class Version:
 @contextmanager
 def locked(name: str) -> Iterator[None]:
     """Hold the lock of a registered model; raise QrlError if another command does not end."""
-    database = store.database_of(mlflow.get_registry_uri())
-    path = f"{database}.registry.lock" if database else Path(tempfile.gettempdir()) / f"qrl-registry-{_key(name)}.lock"
+    address = mlflow.get_registry_uri()
+    is_local = store.database_of(address) is not None
+    path = store.lock_path(address, "registry" if is_local else f"registry-{_key(name)}")
     lock = FileLock(path, timeout=WAIT_S, mode=0o666)
     try:
         lock.acquire()

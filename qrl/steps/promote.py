@@ -26,7 +26,7 @@ from qrl.registry.signing import SigningKeys
 from qrl.registry.stages import check_stage
 from qrl.steps import outcome
 from qrl.tasks import question_sets
-from qrl.tracking import cells, contents, lineage, models, runs, store
+from qrl.tracking import addresses, cells, contents, lineage, models, runs, store
 from qrl.tracking.cells import Evaluated
 from qrl.tracking.lineage import Ancestor
 
@@ -56,6 +56,11 @@ def promote(recipe: Recipe, stages: list[str], run_ids: list[str], typed: Collec
     recipes = [_recipe_of(recipe, cell, base, typed) for cell, base in zip(candidates, bases, strict=True)]
     name = _common_name(recipes)
     recipe = recipes[0]
+    warning = ""
+    if bases[0].address:  # else the store does not say which weights the base has
+        warning = registry.check_base(recipe, bases[0].digest)
+    if warning:
+        click.secho(f"qrl: warning: {warning}", fg="yellow", err=True)
     stages_by_name = _stages_by_name(recipe, stages, name)
     if not runs.is_launched():
         _echo_settings(recipe)
@@ -91,7 +96,7 @@ def _base(recipe: Recipe, cell: Evaluated, typed: Collection[str]) -> Ancestor:
     """
     line = lineage.line(cell.model) if cell.model else []
     if "model" in typed and line:
-        base = _find_in_line(line, recipe.model, source.locate(recipe.model))
+        base = _find_in_line(line, recipe.model, addresses.folder(recipe.model))
         if base is None:
             actual = line[-1].address or "another"
             raise _contradiction(f"--model {recipe.model}", cell, f"its model was made from {actual}")
@@ -100,6 +105,8 @@ def _base(recipe: Recipe, cell: Evaluated, typed: Collection[str]) -> Ancestor:
     first = line[-1] if line else Ancestor(cell.digest, "")
     recorded_model = cell.settings.get("model", "")
     folder = source.SHIPPED.get(recorded_model) or Path(recorded_model)
+    if recorded_model.startswith("models:/"):
+        folder = addresses.folder(recorded_model)
     return _find_in_line(line, recorded_model, folder) or first
 
 

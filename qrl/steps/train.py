@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pandas as pd
 
-from qrl import checkpoint, figures, names, process, source, tasks, tiny
+from qrl import checkpoint, figures, names, process, tasks, tiny
 from qrl.checkpoint import head
 from qrl.engine import device as devices
 from qrl.engine import hf, memory
@@ -111,7 +111,7 @@ class _Training:
 
 def _prepared(recipe: Recipe, machine: Machine) -> _Training:
     """Locate the models of a training and read its questions; raise BadInput where one is missing or damaged."""
-    base = checkpoint.check(source.locate(recipe.model))
+    base = checkpoint.check(addresses.folder(recipe.model))
     question_sets.check_chat(recipe, base.path)
     teacher = checkpoint.check(addresses.folder(recipe.train.teacher)) if recipe.train.teacher else None
     questions = question_sets.load_training(recipe)
@@ -225,7 +225,7 @@ def _warn(alarm: Alarm) -> None:
 
 def merge(recipe: Recipe, adapter: str) -> None:
     """Fold an adapter into the recipe's model, and log the merged model with what the merge lost."""
-    base, folder = checkpoint.check(source.locate(recipe.model)), addresses.folder(adapter)
+    base, folder = checkpoint.check(addresses.folder(recipe.model)), addresses.folder(adapter)
     merging.check(base, folder, recipe.merge.into)
     check_space(WORK, footprint.stored(base, recipe.merge.store_dtype), "The merged model")
     prompts, compared_on = _prompts_to_check(recipe, base.path)

@@ -43,6 +43,7 @@ def study(recipe: str = "auto", **overrides: object) -> Study:
     """
     from qrl import compare
     from qrl import recipe as recipes
+    from qrl.registry import starting
     from qrl.study import auto, fit, pipeline
     from qrl.tracking import contents, projects
 
@@ -51,6 +52,9 @@ def study(recipe: str = "auto", **overrides: object) -> Study:
     if recipe != recipes.DEFAULT and "model" in typed:
         typed |= fit.replacements(recipe, typed)
     settings = recipes.load(name, typed)
+    if settings.model.startswith("models:/"):
+        settings = starting.with_version(settings)
+        typed["model"] = settings.model
     if "prompt" in typed:  # a file's contents, which the steps then share
         typed["prompt"] = settings.prompt
     run_id = pipeline.study(settings, {"recipe": name, **typed})

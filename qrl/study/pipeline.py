@@ -9,7 +9,6 @@ import itertools
 import time
 from collections.abc import Iterable
 from functools import cached_property
-from pathlib import Path
 from typing import NamedTuple
 
 from qrl import checkpoint, cluster, evaluate, names, source, tasks
@@ -20,7 +19,7 @@ from qrl.study import preflight
 from qrl.study.build import environment_for
 from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import DryRun, Failed, Launcher, Result, Step
-from qrl.tracking import keys
+from qrl.tracking import addresses, keys
 from qrl.tracking.places import side_by_side, trained_by
 from qrl.train import parallel
 
@@ -68,7 +67,7 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
         begin_builds(dry_run)
 
     store.prepare()
-    title = f"study of {Path(recipe.model).name} on {tasks.label(recipe.task)}"
+    title = f"study of {source.short_name(recipe.model)} on {tasks.label(recipe.task)}"
     with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}, run_name=title) as run:
         # Train, evaluate, diagnose, compare and promote; a quantize for each environment; merge for an adapter.
         step_count = 5 + len(side_by_side(recipe.quantize.schemes)) + recipe.train.adapter
@@ -99,7 +98,7 @@ def _check(recipe: Recipe, overrides: dict[str, str], *, yes: bool) -> tuple[str
         The device, the digests of the base and of the teacher, if there is one, and what the store lacks.
     """
     from qrl import registry
-    from qrl.tracking import addresses
+    from qrl.study import report
 
     objections = Objections()
     registered_name = objections.keep(registry.registered_name, recipe)  # the last step would refuse a bad name
@@ -116,6 +115,8 @@ def _check(recipe: Recipe, overrides: dict[str, str], *, yes: bool) -> tuple[str
         )
     if registered_name and dry_run and not dry_run.empty:  # the last step would refuse a stage of another cell too
         objections.keep(registry.check_stages, registered_name, recipe.promote.declared)
+        warning = objections.keep(registry.check_base, recipe, base)
+        report.warn([warning] if warning else [])
     preflight.rehearse(recipe, device, dry_run, yes=yes, objections=objections)
     return device, base, teacher, dry_run
 
@@ -131,7 +132,7 @@ class StudySteps:
     @cached_property
     def group_size(self) -> int:
         """The size of groups that every variant is stored in, since all have the base's layers."""
-        return groups.of(source.locate(self.recipe.model), self.recipe.quantize.group_size)
+        return groups.of(addresses.folder(self.recipe.model), self.recipe.quantize.group_size)
 
     def cells(self, base: str, teacher: str | None) -> tuple[Models, dict[str, Result]]:
         """Return the study's models and their evaluations, by `variant:scheme`; `base` and `teacher` are digests."""

@@ -15,6 +15,7 @@ from qrl.formats.kind import WITHOUT_VLLM_KERNEL
 from qrl.recipe import Recipe, rules
 from qrl.study import auto
 from qrl.study.launch import DryRun
+from qrl.tracking import addresses
 
 if TYPE_CHECKING:
     from qrl.study.trial import Trial
@@ -105,7 +106,7 @@ def _check_base(recipe: Recipe, objections: Objections) -> str:
     """
     from qrl.tasks import question_sets
 
-    base = checkpoint.check(source.locate(recipe.model))
+    base = checkpoint.check(addresses.folder(recipe.model))
     objections.keep(question_sets.check_chat, recipe, base.path)
     if recipe.model not in source.SHIPPED:
         _tell_ends(base.path, objections)
@@ -231,7 +232,7 @@ def rehearse(
     if is_answered or dry_run is None:
         return
 
-    base = source.locate(recipe.model)
+    base = addresses.folder(recipe.model)
     shape = footprint.Shape.of(base)
     nodes = cluster.chosen()
     if nodes and device == "cuda" and not nodes.resources("main").gpus:
@@ -310,7 +311,7 @@ def _too_long(recipe: Recipe, objections: Objections) -> list[str]:
     from qrl.engine import hf
     from qrl.tasks import lengths, prompt, question_sets
 
-    base = source.locate(recipe.model)
+    base = addresses.folder(recipe.model)
     tokens, template = hf.tokenizer(base), prompt.of_recipe(recipe)
     _check_calibration_lengths(recipe, tokens, template, objections)
 

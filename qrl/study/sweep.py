@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import click
 
-from qrl import names, source
+from qrl import names
 from qrl import recipe as recipes
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.recipe import Recipe
@@ -23,6 +23,7 @@ from qrl.study.environments import begin_builds, check_checkout, look_ahead
 from qrl.study.launch import DryRun, Launcher
 from qrl.study.pipeline import Model, Models, StudySteps
 from qrl.study.report import SweepOutcome
+from qrl.tracking import addresses
 from qrl.tracking.keys import SECTIONS
 from qrl.tracking.places import side_by_side
 
@@ -76,11 +77,13 @@ def study(
         QrlError: the first method failed on a model, after everything else is done.
         GateRefused: a gate refused a best cell, after everything else is done.
     """
+    from qrl import registry
+    from qrl.registry import starting
     from qrl.study import report
     from qrl.tracking import runs, store
 
     check_checkout("sweep")
-    models = models or {}
+    models = {name: starting.version_of(model) for name, model in (models or {}).items()}
     overrides_by_model = {name: overrides | {"model": model} for name, model in models.items()} or {"": overrides}
     arms_by_model = {}
     for name, model_overrides in overrides_by_model.items():
@@ -95,6 +98,10 @@ def study(
     for name, arms_by_seed in arms_by_model.items():
         target = _check_model(name, arms_by_seed, overrides_by_model[name], first_recipe, yes=yes)
         targets.append(target)
+        if register and store.is_there():
+            store.prepare()
+            warning = registry.check_base(target.first_arm.recipe, target.base_digest)
+            report.warn([warning] if warning else [])
         dry_runs.append(_look_ahead(target))
     for target, dry_run in zip(targets, dry_runs, strict=True):
         preflight.rehearse(target.first_arm.recipe, target.device, dry_run, yes=yes, methods=len(target.methods))
@@ -166,7 +173,7 @@ def _check_model(
         )
     typed = {"recipe": first_recipe, **overrides}
     device, base_digest = preflight.check(methods[0], typed, beside=schemes, yes=yes)
-    parameters = Shape.of(source.locate(methods[0].model)).parameters
+    parameters = Shape.of(addresses.folder(methods[0].model)).parameters
     return _Target(name, arms_by_seed, device, base_digest, parameters)
 
 

@@ -274,7 +274,9 @@ def read_source(path: str) -> bytes:
     _digests.pop(path, None)
     try:
         reading.check_regular_file(Path(path), reading.MIB)
-        _sources[path] = Path(path).read_bytes()
+        source = Path(path).read_bytes()
+        reading.check_encoding(path, source)
+        _sources[path] = source
     except OSError as error:
         hint = "a run that used one keeps it in its artifacts, below files/"
         raise BadInput(

@@ -33,6 +33,8 @@ def of_file(path: Path) -> Iterator[Row]:
     reading.check_regular_file(path, reading.TABLE_BYTES)
     with path.open("rb") as lines:  # not splitlines: JSON strings may hold characters that it takes for line ends
         for number, line in enumerate(lines, 1):
+            if number == 1:
+                reading.check_encoding(str(path), line)
             text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if text.strip():
                 location = f"{path}, line {number}"

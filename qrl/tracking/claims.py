@@ -1,12 +1,10 @@
 """Claims on pieces of work: of several commands of this machine that need the same step, one runs it.
 
-A claim is a lock on a file next to the database, or in the temporary folder if the store is remote.
+A claim is a lock on a file of the store (`store.lock_path`).
 """
 
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from hashlib import sha256
 from pathlib import Path
 
 import mlflow
@@ -23,11 +21,11 @@ def claimed(work: Iterable[str], say_waiting: Callable[[], object]) -> Iterator[
         work: a name for each; all are held in one order, so that two processes never wait for each other.
         say_waiting: called once, before the first wait.
     """
-    prefix = _lock_prefix()
+    address = mlflow.get_tracking_uri()
     has_waited = False
     with ExitStack() as claims:
         for name in sorted(set(work)):
-            path = Path(f"{prefix}.{_short_hash(name)}.lock")
+            path = store.lock_path(address, store.short_hash(name))
             lock = FileLock(path, mode=0o666)
             try:
                 lock.acquire(timeout=0)
@@ -39,16 +37,6 @@ def claimed(work: Iterable[str], say_waiting: Callable[[], object]) -> Iterator[
             claims.callback(lock.release)
             claims.callback(_unlink, path)  # runs before the release: whoever waits for it opens a new file
         yield
-
-
-def _lock_prefix() -> str:
-    address = mlflow.get_tracking_uri()
-    database = store.database_of(address)
-    return str(database or Path(tempfile.gettempdir()) / f"qrl-{_short_hash(address)}")
-
-
-def _short_hash(text: str) -> str:
-    return sha256(text.encode()).hexdigest()[:16]
 
 
 def _unlink(path: Path) -> None:

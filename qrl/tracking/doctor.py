@@ -17,6 +17,7 @@ import mlflow
 import requests
 from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
+from qrl import process, workspace
 from qrl.errors import BadInput, QrlError, first_line
 from qrl.process import installed
 from qrl.tracking import fetched, keys, store, store_errors
@@ -107,7 +108,9 @@ def _check_space(folder: Path, use: str) -> Iterator[Finding]:
 
 def _find_stale_work() -> Iterator[Finding]:
     """Yield the folders that stopped steps left to resume from, if nobody did for a day."""
-    folders = [path for path in WORK.glob("*") if path.is_dir() and path.name != fetched.FOLDER.name]
+    places = {WORK.resolve(), process.cache_folder().resolve()}  # the latter: of projects that MLflow fetched
+    lasting = (fetched.FOLDER.name, workspace.LOCKS)
+    folders = [path for place in places for path in place.glob("*") if path.is_dir() and path.name not in lasting]
     for folder in folders:
         with suppress(OSError):  # it is deleted meanwhile
             if time.time() - folder.stat().st_mtime > STALE_S:

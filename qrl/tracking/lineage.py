@@ -16,7 +16,7 @@ STEPS_BACK = 8  # merge, quantize and the like; no chain of qrl's is longer
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A model in a line: the digest of its weights, and the folder or hub id that it came from, empty if unknown."""
+    """A model in a line: its digest, and the folder, hub id or version that it came from, empty if unknown."""
 
     digest: str
     address: str
@@ -34,11 +34,11 @@ def line(model_uri: str) -> list[Ancestor]:
         parent_digest = model.params.get("parent", "")
         if parent_digest:
             starts_from_base = _step(run) in ("train", "merge")
-            addresses[parent_digest] = run.data.params.get("model", "") if starts_from_base else ""
+            addresses[parent_digest] = _base(run) if starts_from_base else ""
 
     line = []
     for digest, address in addresses.items():
-        is_in_store = address.startswith("models:/")  # then it leads to no folder and no hub id
+        is_in_store = address.startswith("models:/m-")  # then it leads to no folder and no hub id
         line.append(Ancestor(digest, "" if is_in_store else address))
     return line
 
@@ -65,6 +65,11 @@ def kept(model_uri: str) -> tuple[str, Kept] | None:
             if not math.isnan(update_kept):
                 return step, Kept(update_kept, moved, moved_stored, run.data.params.get(names.STORED_IN, ""))
     return None
+
+
+def _base(run: Run) -> str:
+    """Return the model that a training or a merge started from: a registered one with its version."""
+    return run.data.tags.get(names.TAG_MODEL_VERSION) or run.data.params.get("model", "")
 
 
 def _step(run: Run) -> str | None:

@@ -79,6 +79,9 @@ def _step_of(match: re.Match) -> Run:
 def values(run: Run) -> dict[str, str]:
     """Return the recipe that a run recorded, its params before its file; without the file, the part in its params."""
     params = run.data.params
+    version = run.data.tags.get(names.TAG_MODEL_VERSION)
+    if version:  # the param may hold a stage, as it was typed, which has another version now
+        params = {**params, "model": version}
     uncut = {key: text for key, text in params.items() if len(text) < MAX_PARAM_VAL_LENGTH}  # MLflow cuts longer ones
     try:
         return recipe.stored(Path(contents.artifact(run.info.run_id, names.RECIPE)), uncut).flat()

@@ -93,6 +93,8 @@ def _log_settings(recipe: Recipe | None, sections: tuple[str, ...], params: Mapp
         return
     settings = {**recipe.flat(*sections), "prompt_hash": prompt.template_hash(prompt.of_recipe(recipe))}
     contents.log_params({**settings, **params})
+    if recipe.model.startswith("models:/"):  # `mlflow run` may have logged the stage, as typed, for the param
+        contents.tag(names.TAG_MODEL_VERSION, recipe.model)
     mlflow.log_text(recipe.dump(), names.RECIPE)
     contents.log_files(own.files(recipe.task, recipe.train.rewards))
 

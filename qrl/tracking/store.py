@@ -8,8 +8,10 @@ import os
 import re
 import socket
 import sqlite3
+import stat
 import tempfile
-from contextlib import closing
+from contextlib import closing, suppress
+from hashlib import sha256
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -17,6 +19,7 @@ import mlflow
 import requests
 from filelock import FileLock
 
+from qrl import workspace
 from qrl.errors import BadInput
 from qrl.tracking import store_errors
 
@@ -74,6 +77,34 @@ def database_of(address: str) -> Path | None:
     """Return the file behind an address like sqlite:////folder/mlflow.db; None for every other store."""
     match = _SQLITE.fullmatch(address)
     return Path(unquote(match[2])) if match else None
+
+
+def lock_path(address: str, name: str) -> Path:
+    """Return the file of a lock that all processes of this machine share which use a store.
+
+    It is beside the database, so that whoever may write there may lock, from whatever container or home; in the
+    temporary folder if the store is remote.
+
+    Args:
+        address: of the store.
+        name: of the lock, without a suffix.
+    """
+    database = database_of(address)
+    if database is None:
+        return Path(tempfile.gettempdir()) / f"qrl-{short_hash(address)}.{name}.lock"
+    folder = database.parent / workspace.NAME / workspace.LOCKS
+    if not folder.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        permissions = stat.S_IMODE(database.parent.stat().st_mode)
+        for made in (folder, folder.parent):
+            with suppress(OSError):  # another user's
+                made.chmod(permissions)
+    return folder / f"{database.name}.{name}.lock"
+
+
+def short_hash(text: str) -> str:
+    """Return 16 hexadecimal digits that name a text."""
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def _configure_mlflow() -> None:
@@ -143,7 +174,7 @@ def _create(address: str, database: Path) -> None:
     artifacts.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=artifacts) as probe:  # a full disk should fail before the work, not after it
         probe.write(bytes(_PROBE_BYTES))
-    with FileLock(f"{database}.lock", timeout=120):
+    with FileLock(lock_path(address, "create"), timeout=120, mode=0o666):
         if not _is_ready(database):
             from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlflow
 
 from qrl.errors import BadInput, QrlError, first_line
-from qrl.workspace import WORK
+from qrl.workspace import LOCKS, OTHER_DISK, WORK
 
 _REQUEST = re.compile(r"/api/2\.0/mlflow(?:-artifacts)?/([\w/-]+)")  # in MLflow's and requests' errors
 _FULL_OR_READ_ONLY = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
@@ -124,6 +124,13 @@ def _rejected(error: BaseException) -> BadInput | None:
 
 def _unwritable(number: int, path: str | None) -> BadInput:
     location = f" at {path}" if path else ""
-    is_in_work = path and WORK.name in Path(path).parts  # work in progress, which no tracking URI moves
-    remedy = "start qrl from a folder on another disk" if is_in_work else "set MLFLOW_TRACKING_URI"
+    remedy = "set MLFLOW_TRACKING_URI"
+    if path and _is_in_work(Path(path)):  # work in progress, which no tracking URI moves
+        remedy = OTHER_DISK
     return BadInput(f"Nothing can be written{location} ({os.strerror(number)}): {_FREE_FIRST.get(number, '')}{remedy}.")
+
+
+def _is_in_work(path: Path) -> bool:
+    work = WORK.resolve()
+    path = path.resolve()
+    return path.is_relative_to(work) and not path.is_relative_to(work / LOCKS)

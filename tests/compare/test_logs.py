@@ -121,6 +121,28 @@ def test_samples_of_versions_without_hashes_and_lists_of_metrics_are_read(tmp_pa
     assert frame.equals(own)
 
 
+def write_unnamed(path: Path, samples: list[dict], each: int = 1) -> Path:
+    """Write samples without the names of their filters, each several times."""
+    lines = [json.dumps({key: value for key, value in row.items() if key != "filter"}) + "\n" for row in samples]
+    path.write_text("".join(lines * each))
+    return path
+
+
+def test_samples_that_name_no_filter_are_read_alone_and_else_the_sentence_says_why_not(tmp_path):
+    one = [row for row in rows("base") if row["filter"] == "strict-match"]
+    log = write_unnamed(tmp_path / "one.jsonl", one)
+    frame = compare.read_logs(f"base:full={log}")
+    own = compare.read_logs(f"base:full={CASES / 'base.jsonl'}", filter="strict-match")
+    assert frame.equals(own)
+    with pytest.raises(BadInput, match="name no filter, so it is not known whether 'strict-match' made their scores"):
+        compare.read_logs(f"base:full={log}", filter="strict-match")
+    with pytest.raises(BadInput, match="name no filter"):
+        compare.read_logs(f"base:full={CASES / 'base.jsonl'},grpo:full={log}", filter="strict-match")
+    twice = write_unnamed(tmp_path / "twice.jsonl", one, each=2)
+    with pytest.raises(BadInput, match=r"2 samples of document .* names no filter: the task has several filters"):
+        compare.read_logs(f"base:full={twice}")
+
+
 SETTINGS = {  # of a log of inspect
     "another temperature": (lambda log: log["plan"]["config"].update(temperature=0), r"generate.temperature: 0.7 in"),
     "more epochs": (lambda log: log["eval"]["config"].update(epochs=4), r"config.epochs: 2 in .* and 4 in"),

@@ -136,8 +136,10 @@ BROKEN = {
     "UTF-16, as a shell of Windows redirects": (
         "q.jsonl",
         '{"variant": "base"}'.encode("utf-16"),
-        "line 1 is not JSON",
+        "is in UTF-16, as Excel and PowerShell write texts, but UTF-8 was expected: save it as UTF-8",
     ),
+    "CSV in UTF-16 without a mark": ("q.csv", "variant,scheme".encode("utf-16-le"), "is in UTF-16LE"),
+    "JSON in UTF-32": ("q.json", '[{"variant": 1}]'.encode("utf-32"), "is in UTF-32"),
     "no outcome": ("q.csv", b"variant,scheme,question\nbase,full,a\n", "lacks 'correct'"),
     "an outcome in words": ("q.csv", b"variant,scheme,question,correct\nbase,full,a,yes\n", "'correct' is 'yes'"),
     "a missing outcome": ("q.csv", b"variant,scheme,question,correct\nbase,full,a,\nbase,full,b,1\n", "1 empty"),

@@ -236,6 +236,8 @@ def test_a_setting_that_a_scheme_ignores_is_reported_and_one_that_all_ignore_is_
         (("nf4", "gptq", "rtn-int4", "rtn-int2"), "only gptq, rtn-int4 and rtn-int2 use it"),
     ):
         assert unheeded(schemes, group_size=64) == [f"quantize.group_size = 64 has no effect on nf4; {said}."]
+    (warning,) = unheeded(("nvfp4", "gptq"), group_size=64)
+    assert warning == "quantize.group_size = 64 has no effect on nvfp4 (always groups of 16); only gptq uses it."
     assert unheeded(("nf4",), group_size="auto") == []
     (warning,) = settings.unheeded(Quantize(group_size=64), ("nf4",), (), qat="int4")  # training has such groups too
     assert warning.endswith("has no effect on nf4; only train.qat=int4 uses it.")

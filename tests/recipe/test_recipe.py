@@ -307,7 +307,8 @@ def test_a_prompt_file_of_an_impossible_name_is_refused(tmp_path):
         ("#" * 60_001, "is too long: 60,001 bytes"),
         ("- '{question}'", "holds a list"),
         ("", "has no `user`"),
-        ("user: '{question}'".encode("utf-16"), "is not valid YAML"),
+        ("user: '{question}'".encode("utf-16"), "is in UTF-16"),
+        ("user: '{question}'".encode("utf-16-be"), "iconv -f UTF-16BE"),
         (None, "There is no prompt file"),
     ],
 )

@@ -5,7 +5,7 @@ import shlex
 import mlflow
 import pytest
 
-from qrl import cli, process
+from qrl import cli, mlflow_run, process
 from qrl.errors import GateRefused
 from qrl.tracking import contents
 
@@ -80,7 +80,7 @@ MLFLOW = ["/x/bin/python", "/x/bin/mlflow", "run", "..", "-e", "train"]
     ("words", "above", "folder", "typed"),
     [
         (MLFLOW, [], str(process.ROOT), "mlflow run . -e {}"),
-        ([*MLFLOW, "--env-manager=local"], ["bash"], str(process.ROOT), "mlflow run . -e {} --env-manager=local"),
+        ([*MLFLOW, "--env-manager=local"], ["bash"], str(process.ROOT), "mlflow run . -e {} --env-manager local"),
         (
             [*MLFLOW, "--env-manager", "uv"],
             ["/b/uv", "tool", "uvx", "--from", "mlflow==3", "mlflow", *MLFLOW[2:]],
@@ -88,6 +88,34 @@ MLFLOW = ["/x/bin/python", "/x/bin/mlflow", "run", "..", "-e", "train"]
             "uvx --from mlflow==3 mlflow run . -e {} --env-manager uv",
         ),
         (MLFLOW, [], "/elsewhere", f"mlflow run {process.ROOT} -e {{}}"),
+        (
+            ["/x/bin/python", "-m", "mlflow", "run", "-v", "v1.2", "-P", "train.steps=2", "git@host:a/qrl.git"],
+            [],
+            "/elsewhere",
+            "/x/bin/python -m mlflow run git@host:a/qrl.git -v v1.2 -e {}",
+        ),
+        (
+            [
+                *MLFLOW[:3],
+                "https://host/qrl#part",
+                "--experiment-name",
+                "my {sums}",
+                "-e",
+                "train",
+                "--run-name",
+                "one",
+            ],
+            [],
+            "/elsewhere",
+            "mlflow run 'https://host/qrl#part' -e {} --experiment-name 'my {{sums}}'",
+        ),
+        ([*MLFLOW, "--experiment-id=7"], [], str(process.ROOT), "mlflow run . -e {} --experiment-id 7"),
+        (
+            ["/x/bin/mlflow", "--env-file", ".env", "run", "https://host/qrl.zip"],
+            [],
+            "/elsewhere",
+            "mlflow --env-file .env run https://host/qrl.zip -e {}",
+        ),
         (["bash"], [], "/elsewhere", "/y/python -m qrl {}"),
         ([], [], "", "/y/python -m qrl {}"),
     ],
@@ -97,3 +125,23 @@ def test_how_a_command_was_typed_is_read_from_the_processes_above(words, above, 
     monkeypatch.setattr(process, "_launchers", lambda: (words, above, folder))
     monkeypatch.setattr(process.sys, "orig_argv", ["/y/python", "-m", "qrl", "train"])
     assert process.caller() == typed
+
+
+@pytest.mark.parametrize(
+    ("project", "is_fetched"),
+    [
+        (".", False),
+        ("checkout", False),
+        ("file://{folder}/checkout", False),
+        ("checkout#part", False),
+        ("archive.zip", True),  # which MLflow unpacks into a temporary folder
+        ("file:///nowhere/qrl", True),
+        ("https://host/qrl.git", True),
+        ("git@host:a/qrl.git", True),
+    ],
+)
+def test_a_project_that_is_no_folder_here_is_fetched_into_a_temporary_one(project, is_fetched, tmp_path):
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "archive.zip").touch()
+    words = [*MLFLOW[:3], project.format(folder=tmp_path)]
+    assert mlflow_run.read(words, [], str(tmp_path)).is_fetched == is_fetched

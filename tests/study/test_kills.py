@@ -29,7 +29,7 @@ import psutil
 import pytest
 
 import qrl
-from qrl import names
+from qrl import names, workspace
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's processes")]
 
@@ -280,5 +280,6 @@ def wrong(study: Study, reference: Study, *, versions: bool) -> list[str]:
         problems.append(f"there are {len(made)} versions")
     models = study.client.search_logged_models(["0"], max_results=1000)
     problems += [f"model {model.name} is pending" for model in models if str(model.status) == "PENDING"]
-    left = [path.name for path in (study.folder / ".qrl").iterdir() if not path.name.startswith("environment")]
+    stays = ("environment", workspace.LOCKS)
+    left = [path.name for path in (study.folder / ".qrl").iterdir() if not path.name.startswith(stays)]
     return problems + [f".qrl holds {name}" for name in left]

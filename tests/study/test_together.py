@@ -53,7 +53,7 @@ def test_work_is_claimed_by_one_and_another_waits(store):
         order.append("second")
     other.join()
     assert order == ["first", "second"] and said == ["waits"]
-    assert not list(Path(store.removeprefix("sqlite:///")).parent.glob("*.lock"))
+    assert not list(Path(store.removeprefix("sqlite:///")).parent.rglob("*.lock"))
 
 
 def test_a_study_waits_for_a_step_of_another_and_reuses_it(store, monkeypatch, capsys):
