@@ -68,7 +68,8 @@ def version_of(address: str, public_key: str = "") -> str:
 
     separator = "/" if stage.isdecimal() or stage.title() in ("Staging", "Production", "Archived") else "@"
     try:
-        _, number = get_model_name_and_version(mlflow.MlflowClient(), f"models:/{name}{separator}{stage}")
+        address = f"models:/{name}{separator}{stage}"
+        number = get_model_name_and_version(mlflow.MlflowClient(), address)[-1]
     except MlflowException as error:
         raise store_errors.explain(error) or BadInput(
             f"'{name}' has no '{stage}' ({first_line(error).rstrip('.')}): give a version, as models:/{name}/1, or an "
