@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qrl.errors import BadInput
-from qrl.tasks import own, sandbox
+from qrl.tasks import own, sandbox, thinking
 from qrl.tasks.question import Question
 
 if TYPE_CHECKING:
@@ -86,6 +86,13 @@ def training_text(tokenizer: Any, question: Question, template: str | Template) 
     if tokenizer.eos_token is None:
         raise BadInput("The tokenizer has no end token, which every training text needs: set eos_token in its config.")
     return _prompt(tokenizer, question.question, template) + question.solution + tokenizer.eos_token
+
+
+def thinking_tags(tokenizer: Any, template: str | Template) -> thinking.Tags:
+    """Return a model's tags around its thinking, and whether its prompts end within the thinking."""
+    if not tokenizer.chat_template:
+        return thinking.TAGS
+    return thinking.of_prompt(tokenizer.get_chat_template(), _prompt(tokenizer, "1 + 1 = ?", template))
 
 
 def check_task(task: str, template: str | Template) -> None:

@@ -67,9 +67,10 @@ def make_trainer(job: Job):
         for item in questions
     ]
     tokens = hf.tokenizer(job.base)
+    tags = prompt.thinking_tags(tokens, job.template)
     trainer = grpo_trainer(job.rollout, settings.max_resamples, settings.qat, job.group_size)(
         model=policy.load(job.base, settings, job.device),
-        reward_funcs=reward.functions(job.task, settings.rewards, settings, tokens),
+        reward_funcs=reward.functions(job.task, settings.rewards, settings, tokens, tags),
         args=arguments.grpo_config(job),
         train_dataset=arguments.dataset(rows),
         processing_class=tokens,

@@ -13,17 +13,18 @@ import signal
 import warnings
 
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
-from math_verify import parse, verify
+from math_verify import grader, parse, verify
 from math_verify.parser import parse_latex_cached
-from sympy import Basic
+from sympy import Basic, Float, MatrixBase, Rational, log, nan, zoo
 from sympy.core import random as sympy_random
 
 from qrl.errors import first_line
-from qrl.tasks.math import latex
+from qrl.tasks.math import latex, values
 from qrl.tasks.math.verdict import Claim, verdict
 from qrl.tasks.question import Verdict
 
 PLACES = 6  # significant digits, or decimal places, to which a decimal may approximate an exact number
+_DIGITS = 1000  # to which two exact numbers are compared, at most
 _NORMAL = NormalizationConfig(
     basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="last", equations=False
 )
@@ -64,10 +65,58 @@ def last_expression(text: str) -> str | None:
 
 
 def _equal(expected: Basic, stated: Basic | None) -> bool:
-    if stated is None:
+    if stated is None or expected.has(zoo, nan) or stated.has(zoo, nan):  # divided by zero
         return False
     places = _places(expected)
-    return verify([expected], [stated], float_rounding=places, timeout_seconds=None, raise_on_error=True)
+    try:
+        return verify([expected], [stated], float_rounding=places, timeout_seconds=None, raise_on_error=True)
+    except ZeroDivisionError:
+        return False
+
+
+_equal_in_library = grader.sympy_numeric_eq
+
+
+def _numerically_equal(gold: Basic, stated: Basic, float_rounding: int, numeric_precision: int) -> bool:
+    """Return whether two parts of answers have the same value, however small it is.
+
+    math-verify takes a difference below about 1e-17 for none, so `2^{-61}` for `2^{-60}`.
+    """
+    equal = _equal_in_library(gold, stated, float_rounding, numeric_precision)
+    return bool(equal) and not _differ(gold, stated)
+
+
+# math-verify compares the ends of intervals, the members of sets and the sides of equations by this function of its
+# own, so that a rule for small numbers has to be there.
+grader.sympy_numeric_eq = _numerically_equal
+
+
+def _differ(gold: Basic, stated: Basic) -> bool:
+    """Return whether two expressions that math-verify takes for equal have different values.
+
+    Exact numbers are compared to `_DIGITS` digits, and expressions with symbols at one point. Decimals are rounded, so
+    two of them differ only where all of their digits are beyond the places that math-verify looks at.
+    """
+    if isinstance(gold, MatrixBase) or isinstance(stated, MatrixBase):  # their entries were compared one by one
+        return False
+    if any(grader.get_pct_val(side) is not None for side in (gold, stated)):  # `9%` may stand for 9
+        return False
+    symbols = sorted(gold.free_symbols | stated.free_symbols, key=str)
+    point = {symbol: Rational(1_000_003 + 7919 * index, 777_767) for index, symbol in enumerate(symbols)}
+    try:
+        gold = gold.subs(point)
+        difference = gold - stated.subs(point)
+        if difference.has(Float):
+            size = abs(gold.evalf(PLACES * 3))
+            return bool(size < 10**-PLACES and abs(difference.evalf(PLACES * 3)) > size / 10 ** (PLACES - 1))
+        exact = difference.doit()
+        if exact.is_Rational:
+            return exact != 0
+        size = abs(exact.evalf(15, maxn=_DIGITS))
+    except (TypeError, ValueError, AttributeError):  # no numbers: a set, an equation, a function without a rule
+        return False
+    # A precision of one bit is how sympy marks a value whose digits all cancelled.
+    return bool(size.is_Float and size._prec > 1 and size != 0)
 
 
 def _grade_one(claim: Claim, cpu_s: float) -> Verdict:
@@ -83,7 +132,7 @@ def _grade_one(claim: Claim, cpu_s: float) -> Verdict:
 
 def _read(answer: str) -> Basic | None:
     """Return an answer's expression; None if it cannot be read as one, but raise where memory or stack ran out."""
-    content = normalize_latex(f"\\boxed{{{answer}}}", config=_NORMAL)
+    content = normalize_latex(f"\\boxed{{{values.as_fractions(answer)}}}", config=_NORMAL)
     try:
         return parse_latex_cached(content)
     except (MemoryError, RecursionError):
@@ -95,13 +144,13 @@ def _read(answer: str) -> Basic | None:
 def _places(gold: Basic) -> int:
     """Return the decimal places to round to: more for a small number, or 0.0000673 would equal 0.0000672."""
     try:
-        size = abs(float(gold))
+        size = abs(gold.evalf(PLACES))
+        if not 0 < size < 1:
+            return PLACES
+        # Not math.log10(float(size)): a float has no numbers below 1e-308.
+        return PLACES + max(0, math.floor(-log(size, 10).evalf(PLACES * 3)))
     except Exception:  # an expression with symbols, a set, a matrix
         return PLACES
-    if not 0 < size < 1:
-        return PLACES
-    leading_zeros = max(0, math.floor(-math.log10(size)))
-    return PLACES + leading_zeros
 
 
 warnings.filterwarnings("ignore")  # sympy warns about what some answers make it do

@@ -83,6 +83,13 @@ def check(job: Job, machine: Machine) -> None:
             f"{base.path} is stored in {base.dtype}, but verl's merger writes bfloat16: convert it, or set "
             "train.trainer = trl."
         )
+    tokens = hf.tokenizer(job.base)
+    special_tags = prompt.thinking_tags(tokens, job.template).tokens(tokens.all_special_tokens)
+    if special_tags:
+        raise BadInput(
+            f"The model marks its thinking by the special token {special_tags[0]}, which verl drops before a reward "
+            "sees the text, so drafts could not be told from the answer: set train.trainer = trl."
+        )
 
 
 def check_installed() -> None:

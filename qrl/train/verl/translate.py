@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qrl import process
-from qrl.engine import vllm
+from qrl.engine import hf, vllm
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train, Watch
 from qrl.tasks import prompt
@@ -197,6 +197,7 @@ def _sampling(train: Train, rollout: Rollout) -> dict[str, Any]:
 
 def _reward(job: Job) -> dict[str, Any]:
     function = "reward.custom_reward_function"
+    tags = prompt.thinking_tags(hf.tokenizer(job.base), job.template)
     return {
         f"{MODEL}.path": str(job.base),
         f"{function}.path": REWARD,
@@ -205,6 +206,8 @@ def _reward(job: Job) -> dict[str, Any]:
             "task": job.task,
             "rewards": list(job.settings.rewards),
             "weights": list(job.settings.weights_of_rewards),
+            "thinking_tags": [list(pair) for pair in tags.pairs],
+            "thinking_begun": tags.begun,
         },
     }
 
