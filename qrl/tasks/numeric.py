@@ -52,18 +52,28 @@ def grade(completion: str, answer: str, tags: Tags = TAGS) -> Verdict:
     gold = strict(answer) if "####" in answer else _stated(answer[:LONGEST_LINE])
     if gold is None or gold is _NOTHING:
         raise BadInput(f"The gold answer {answer[:80]!r} is not a number: expected one like 18, 1,000, 2.5 or 3/4.")
-    stated = strict(completion, tags)
+    body = answer_part(completion, tags)
+    stated = _agreed_number(body)
     parsed = None if stated is None else text(stated)
-    return Verdict(parsed, stated == gold, flexible(completion, tags) == gold)
+    return Verdict(parsed, stated == gold, _last_number(body) == gold)
 
 
 def strict(completion: str, tags: Tags = TAGS) -> Number | None:
     """Return the number that all `####` lines agree on; None without one, or if they conflict."""
+    return _agreed_number(answer_part(completion, tags))
+
+
+def flexible(completion: str, tags: Tags = TAGS) -> Number | None:
+    """Return the last number of a completion, wherever it is; None without one."""
+    return _last_number(answer_part(completion, tags))
+
+
+def _agreed_number(body: str) -> Number | None:
     agreed = _NOTHING
     earlier_lines = set()
     # Numbers that begin lines too long for an answer: they state none, but may contradict the one that is agreed on.
     begun_numbers = set()
-    for hashes, line in _MARKER.findall(answer_part(completion, tags)):
+    for hashes, line in _MARKER.findall(body):
         if hashes or line in earlier_lines:
             continue
         earlier_lines.add(line)
@@ -80,9 +90,7 @@ def strict(completion: str, tags: Tags = TAGS) -> Number | None:
     return agreed
 
 
-def flexible(completion: str, tags: Tags = TAGS) -> Number | None:
-    """Return the last number of a completion, wherever it is; None without one."""
-    body = answer_part(completion, tags)
+def _last_number(body: str) -> Number | None:
     simple = _SIMPLE.fullmatch(body.rpartition("####")[2])
     if simple:
         return int(simple[1])

@@ -105,7 +105,9 @@ def _answer_start(body: str, tags: Tags) -> int:
         start = body.rfind(closing)
         if start >= 0:
             closed = max(closed, start + len(closing))
-    is_open = tags.begun and not closed
-    if is_open or any(body.find(opening, closed) >= 0 for opening, _ in tags.pairs):
+    if tags.begun and not closed:
         return len(body)
+    for opening, _ in tags.pairs:
+        if body.find(opening, closed) >= 0:  # opened again, and cut before it closed
+            return len(body)
     return closed

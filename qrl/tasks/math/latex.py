@@ -33,6 +33,11 @@ _LAST_RULES = [
     (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
     (r"(?<![\w.])(\d{1,3}(?: \d{3})+)(?![\w ])", lambda match: match[1].replace(" ", "")),  # `58\,500`
     (r"(\d) (\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # a mixed number
+    (r"(\\log ?_) ?(1[0-9]+)(?=[ {(\\])", r"\1{\2}"),  # `\log_10 5`: there is no base 1
+    (  # math-verify may read `\log_{9}29` as the logarithm of 2 + 9
+        r"(\\log ?_(?:\{[^{}]*\}|\w)) ?([0-9]+(?:\.[0-9]+)?)(?=$|[-+=,;)\]}|&]| ?\\(?:cdot|times)(?![A-Za-z]))",
+        r"\1{\2}",
+    ),
     (r" +", " "),
     (r" ?([^\w\s\\{}]) ?", r"\1"),
 ]
@@ -154,9 +159,9 @@ def _same_plainly(gold: str, stated: str) -> bool | None:
 
 
 def _same_value(gold: str, stated: str) -> bool | None:
-    """Return whether two answers are the same time, or the same number where each is written exactly; None for others.
+    """Return whether two answers are the same time, or numbers of which one is a repeating decimal or an angle.
 
-    A decimal may approximate a number, so one that differs is left to algebra.
+    None for others. A decimal may approximate a number, so one that differs is left to algebra, as fractions are.
     """
     gold_time = values.clock_time(gold)
     stated_time = values.clock_time(stated)
@@ -165,6 +170,8 @@ def _same_value(gold: str, stated: str) -> bool | None:
     if (gold_time and gold_time.has_half) or (stated_time and stated_time.has_half):
         return False
 
+    if not (values.is_exact_decimal(gold) or values.is_exact_decimal(stated)):
+        return None
     gold_value = values.exact_value(gold)
     stated_value = values.exact_value(stated)
     if gold_value is not None and stated_value is not None:

@@ -16,12 +16,11 @@ _HALF_DAY_S = 12 * 3600
 
 _RATIO = re.compile(r"([-+]?)(?:\\frac\{([-+]?[0-9]+)\}\{([-+]?[0-9]+)\}|([0-9]+)/([0-9]+))")
 _INTEGER = re.compile(r"[-+]?[0-9]+")
-_REPEATING = re.compile(
-    r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}(?:([0-9]*)\[0-9]ot\{([0-9])\})?(?![0-9])"
-)
+_REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}(?:([0-9]*)\\dot\{([0-9])\})?(?![0-9])")
 _ANGLE = re.compile(  # degrees, minutes, seconds
     r"([0-9]+)\^\\circ ?(?:([0-9]+(?:\.[0-9]+)?) ?'(?!'))(?: ?([0-9]+(?:\.[0-9]+)?) ?(?:''|\"))?"
 )
+_MAY_BE_EXACT = re.compile(r"\.[0-9]*\\(?:overline|bar|dot)|[0-9]\^\\circ ?[0-9]")
 _DEGREES = re.compile(r" ?\^\\circ ?\Z")
 
 
@@ -58,6 +57,11 @@ def clock_time(text: str) -> Time | None:
     return Time(hour * 3600 + minute * 60 + second, bool(half))
 
 
+def is_exact_decimal(text: str) -> bool:
+    r"""Return whether a text may be a repeating decimal, or degrees and minutes: not only an integer or a fraction."""
+    return _MAY_BE_EXACT.search(text) is not None
+
+
 def exact_value(text: str) -> Fraction | None:
     r"""Return the value of an integer, a fraction, a repeating decimal, or degrees and minutes; None for others.
 
@@ -90,11 +94,10 @@ def exact_value(text: str) -> Fraction | None:
 
 def as_fractions(text: str) -> str:
     r"""Return a formula with its repeating decimals, degrees and minutes as `\frac{…}{…}`, which algebra can read."""
-    if "'" in text:
-        text = _ANGLE.sub(lambda match: _written(_degrees(match)), text)
-    if r"\overline" in text or r"\bar" in text or r"\dot" in text:
-        text = _REPEATING.sub(lambda match: _written(_repeating_value(match)), text)
-    return text
+    if not is_exact_decimal(text):
+        return text
+    text = _ANGLE.sub(lambda match: _written(_degrees(match)), text)
+    return _REPEATING.sub(lambda match: _written(_repeating_value(match)), text)
 
 
 def _written(value: Fraction) -> str:
