@@ -5,6 +5,7 @@ import pytest
 
 from qrl import recipe, tasks, tiny
 from qrl.engine import hf
+from qrl.errors import BadInput
 from qrl.evaluate import cells
 from qrl.recipe import Train
 from qrl.study import report
@@ -13,6 +14,7 @@ from qrl.tasks.question import leaked
 from qrl.tasks.thinking import Tags
 from qrl.tiny import tokenizer as tiny_tokenizer
 from qrl.train import reward
+from qrl.train.verl import score, translate
 
 QUESTION = tasks.Question("q", "How much is it with the tip?", "40+6=46\n#### 46", "46")
 DRAFT = "so far 40\n#### 40\nno, the tip is missing"
@@ -143,6 +145,16 @@ def test_tags_that_are_special_tokens_are_kept_for_the_graders(special_tokens):
     plain = [completion.text for completion in completions]
     given = {"completions": plain, "completion_ids": ids, "question": [QUESTION.question] * 3, "answer": ["46"] * 3}
     assert [function(**given) for function in functions] == [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+def test_verl_rewards_what_follows_the_thinking_and_refuses_special_tags(special_tokens):
+    row = {"data_source": "gsm8k", "ground_truth": "46", "extra_info": {"question": QUESTION.question}}
+    given = {"task": "gsm8k", "rewards": ["correct"], "weights": [1.0], "thinking_tags": [["[THINK]", "[/THINK]"]]}
+    for text, begun, right in ((f"{DRAFT}[/THINK]#### 46", True, 1.0), ("#### 46", False, 1.0), ("#### 46", True, 0.0)):
+        assert score.compute_score(solution_str=text, thinking_begun=begun, **row, **given)["score"] == right
+    with pytest.raises(BadInput, match=r"special token \[THINK\].* set train.trainer = trl"):
+        translate.check_tags(special_tokens, "answer-line")
+    translate.check_tags(hf.tokenizer(tiny.PATH), "answer-line")
 
 
 def test_the_model_that_ships_names_no_tags():

@@ -212,6 +212,16 @@ def _reward(job: Job) -> dict[str, Any]:
     }
 
 
+def check_tags(tokens: Any, template: prompt.Template | str) -> None:
+    """Raise BadInput if the model marks its thinking by special tokens, which verl drops before a reward reads it."""
+    special_tags = prompt.thinking_tags(tokens, template).tokens(tokens.all_special_tokens)
+    if special_tags:
+        raise BadInput(
+            f"The model marks its thinking by the special token {special_tags[0]}, which verl drops before a reward "
+            "reads the text, so drafts could not be told from the answer: set train.trainer = trl."
+        )
+
+
 def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
     """Return dotted keys as a tree, as a configuration file holds them."""
     tree: dict[str, Any] = {}
