@@ -44,6 +44,7 @@ _ROOT_BAR = re.compile(rf"([\u221a-\u221c])((?:[^\s{_VINCULUM}][{_VINCULUM}])+)"
 _REPEATING = re.compile(rf"(?:[0-9][{_VINCULUM}])+")
 _BARS = str.maketrans("", "", _VINCULUM)
 _SLASHED_SCRIPTS = re.compile(r"\^\{(\d+)\}/_\{(\d+)\}")  # ¹⁄₂
+_MIXED = re.compile(r"(?<![0-9.,^_])([0-9]{1,18}) ?\\frac\{([0-9]{1,18})\}\{([0-9]{1,18})\}")  # 1½, also in `1½x`
 _POWER_OF_POWER = re.compile(r"\^(\w)\^(\{[^{}]*\})")  # e^x²
 
 _ROOT = re.compile(r"(?:(?<![\w)}\]'])\^\{(\w+)\})?([\u221a-\u221c])\s*")
@@ -65,6 +66,7 @@ def as_latex(text: str) -> str:
     text = "".join(_decomposed(kind, "".join(chars)) for kind, chars in groupby(text, _kind))
     text = _GREEK.sub(lambda match: _greek(match[0]), text)
     text = _SLASHED_SCRIPTS.sub(r"\\frac{\1}{\2}", text)
+    text = _MIXED.sub(_improper, text)
     text = _POWER_OF_POWER.sub(r"^{\1^\2}", text)
     return _with_roots(text)
 
@@ -91,6 +93,14 @@ def _decomposed(kind: str, run: str) -> str:
 def _fraction(char: str) -> str:
     numerator, _, denominator = unicodedata.normalize("NFKC", char).partition("\u2044")
     return rf"\frac{{{numerator}}}{{{denominator}}}" if denominator else char
+
+
+def _improper(match: re.Match) -> str:
+    """Return a mixed number as one fraction; a fraction of one or more after a number is left as it is."""
+    whole, numerator, denominator = (int(part) for part in match.groups())
+    if numerator >= denominator:
+        return match[0]
+    return rf"\frac{{{whole * denominator + numerator}}}{{{denominator}}}"
 
 
 @lru_cache(maxsize=256)

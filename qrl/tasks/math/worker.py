@@ -15,7 +15,8 @@ import warnings
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
 from math_verify import grader, parse, verify
 from math_verify.parser import parse_latex_cached
-from sympy import Basic, Float, MatrixBase, Rational, log, nan, zoo
+from sympy import Basic, Derivative, Float, MatrixBase, Rational, log, nan, zoo
+from sympy.concrete.expr_with_limits import ExprWithLimits
 from sympy.core import random as sympy_random
 
 from qrl.errors import first_line
@@ -93,7 +94,7 @@ def _symbolically_equal(gold: Basic, stated: Basic) -> bool:
         size = abs((gold - stated).evalf(15))
         if size.is_Float and size._prec > 1 and size > 10**-12:
             return False
-    except (TypeError, ValueError, AttributeError):  # no numbers
+    except Exception:  # no numbers: the library knows what to do with them, or fails on them itself
         pass
     return _symbolically_equal_in_library(gold, stated)
 
@@ -107,27 +108,35 @@ grader.sympy_symbolic_eq = _symbolically_equal
 def _differ(gold: Basic, stated: Basic) -> bool:
     """Return whether two expressions that math-verify takes for equal have different values.
 
-    Exact numbers are compared to `_DIGITS` digits, and expressions with symbols at one point. Decimals are rounded, so
-    two of them differ only where all of their digits are beyond the places that math-verify looks at.
+    Those with symbols are compared at one point. Matrices are not: math-verify compared their entries one by one.
     """
-    if isinstance(gold, MatrixBase) or isinstance(stated, MatrixBase):  # their entries were compared one by one
-        return False
-    if any(grader.get_pct_val(side) is not None for side in (gold, stated)):  # `9%` may stand for 9
+    is_percent = any(grader.get_pct_val(side) is not None for side in (gold, stated))  # `9%` may stand for 9
+    if is_percent or isinstance(gold, MatrixBase) or isinstance(stated, MatrixBase):
         return False
     symbols = sorted(gold.free_symbols | stated.free_symbols, key=str)
     point = {symbol: Rational(1_000_003 + 7919 * index, 777_767) for index, symbol in enumerate(symbols)}
     try:
-        gold = gold.subs(point)
-        difference = gold - stated.subs(point)
-        if difference.has(Float):
-            size = abs(gold.evalf(PLACES * 3))
-            return bool(size < 10**-PLACES and abs(difference.evalf(PLACES * 3)) > size / 10 ** (PLACES - 1))
-        exact = difference.doit()
-        if exact.is_Rational:
-            return exact != 0
-        size = abs(exact.evalf(15, maxn=_DIGITS))
-    except (TypeError, ValueError, AttributeError):  # no numbers: a set, an equation, a function without a rule
+        value = gold.subs(point)
+        return _matters(value - stated.subs(point), value)
+    except Exception:  # no numbers: a set, an equation, a function without a rule
         return False
+
+
+def _matters(difference: Basic, value: Basic) -> bool:
+    """Return whether a difference from a value makes another one.
+
+    Exact numbers are compared to `_DIGITS` digits. Decimals are rounded, so two of them differ only where all of their
+    digits are beyond the places that math-verify looks at.
+    """
+    if difference.has(Float):
+        size = abs(value.evalf(PLACES * 3))
+        return bool(size < 10**-PLACES and abs(difference.evalf(PLACES * 3)) > size / 10 ** (PLACES - 1))
+    if difference.has(ExprWithLimits, Derivative):  # an integral or a sum to infinity could take long
+        return False
+    exact = difference.doit()
+    if exact.is_Rational:
+        return exact != 0
+    size = abs(exact.evalf(15, maxn=_DIGITS))
     # A precision of one bit is how sympy marks a value whose digits all cancelled.
     return bool(size.is_Float and size._prec > 1 and size != 0)
 
@@ -157,13 +166,16 @@ def _read(answer: str) -> Basic | None:
 def _places(gold: Basic) -> int:
     """Return the decimal places to round to: more for a small number, or 0.0000673 would equal 0.0000672."""
     try:
-        size = abs(gold.evalf(PLACES))
-        if not 0 < size < 1:
-            return PLACES
-        # Not math.log10(float(size)): a float has no numbers below 1e-308.
-        return PLACES + max(0, math.floor(-log(size, 10).evalf(PLACES * 3)))
+        size = abs(float(gold))
     except Exception:  # an expression with symbols, a set, a matrix
         return PLACES
+    if size == 0 and gold != 0:  # below the smallest float
+        size = abs(gold.evalf(PLACES))
+        return PLACES + int(-log(size, 10).evalf(PLACES * 2))
+    if not 0 < size < 1:
+        return PLACES
+    leading_zeros = max(0, math.floor(-math.log10(size)))
+    return PLACES + leading_zeros
 
 
 warnings.filterwarnings("ignore")  # sympy warns about what some answers make it do
