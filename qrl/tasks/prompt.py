@@ -92,7 +92,13 @@ def thinking_tags(tokenizer: Any, template: str | Template) -> thinking.Tags:
     """Return a model's tags around its thinking, and whether its prompts end within the thinking."""
     if not tokenizer.chat_template:
         return thinking.TAGS
-    return thinking.of_prompt(tokenizer.get_chat_template(), _prompt(tokenizer, "1 + 1 = ?", template))
+    wording = resolve(template)
+    chat_template = tokenizer.get_chat_template()
+    try:
+        example = sandbox.render(tokenizer, messages("1 + 1 = ?", wording), wording.kwargs)
+    except Exception:  # of any kind, as in `_prompt`, which reports it for the questions
+        example = ""
+    return thinking.of_prompt(chat_template, example)
 
 
 def check_task(task: str, template: str | Template) -> None:
