@@ -9,7 +9,6 @@ import re
 
 _NAME = re.compile(r"\\(?:([A-Za-z]+)|.?)", re.DOTALL)
 _PLAIN = re.compile(r"[^\\^_{]+")
-_SPACES = re.compile(r"\s*")
 _OPTIONAL = re.compile(r"\s*\[([^\[\]]*)\]")
 _GOES_ON = re.compile(r"\s+[\d.]")
 _ARGUMENTS = {
@@ -69,7 +68,7 @@ def _command(text: str, start: int, depth: int) -> tuple[str, int]:
     if name[1] == "sqrt" and text[end : end + 1].isdigit():  # `\sqrt3`, which every reader knows
         return name[0] + text[end], end + 1
     if name[1] in _WORDS:
-        opening = _SPACES.match(text, end).end()
+        opening = _after_spaces(text, end)
         if text[opening : opening + 1] != "{":
             return name[0], end
         content, end = _group(text, opening)
@@ -87,14 +86,14 @@ def _command(text: str, start: int, depth: int) -> tuple[str, int]:
         piece += f"{{{argument}}}"
         end = after
     if name[1] and name[1] not in _ARGUMENTS:
-        opening = _SPACES.match(text, end).end()
+        opening = _after_spaces(text, end)
         end = opening if text[opening : opening + 1] == "{" else end
     return piece, end
 
 
 def _argument(text: str, start: int, depth: int) -> tuple[str | None, int]:
     """Return the argument that begins at a position, without its braces, and where it ends; None without one."""
-    position = _SPACES.match(text, start).end()
+    position = _after_spaces(text, start)
     first = text[position : position + 1]
     if first in ("", "}", "&", "^", "_") or depth > _DEEPEST:
         return None, start
@@ -117,6 +116,12 @@ def _script(text: str, start: int, depth: int) -> tuple[str, int]:
     if was_group or has_arguments or _GOES_ON.match(text, end):
         return f"{text[start]}{{{argument}}}", end
     return f"{text[start]}{argument}", end
+
+
+def _after_spaces(text: str, start: int) -> int:
+    while text[start : start + 1].isspace():
+        start += 1
+    return start
 
 
 def _group(text: str, start: int) -> tuple[str, int]:
