@@ -134,6 +134,7 @@ STORED_IN = "stored_in"  # dtype of trained or merged weights on the disk, a par
 DTYPE = "dtype"  # of activations; tables show `full` with it
 GROUP_SIZE = "group_size"  # inputs that share a scale, of integer codes; tables show it where it is not the usual one
 QUESTION_TEXT = "question_text"
+ANSWER_START = "answer_start"  # characters of `completion` before its answer: what the model thought
 UNHEALTHY = "unhealthy"  # the tag's text, in every row of such a cell
 GRADED = "graded"  # there: the grader's own verdict, where `correct` counts an unfinished answer as wrong
 REFERENCE_LOGPROB = "reference_logprob"  # of the worked solution, mean over its tokens, in nats

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -17,7 +17,7 @@ from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.formats import kind, plain
 from qrl.recipe import Recipe
-from qrl.tasks import prompt
+from qrl.tasks import prompt, thinking
 from qrl.tasks.question import leaked
 from qrl.workspace import workspace
 
@@ -40,9 +40,9 @@ class Cell:
 class Answers:
     """A cell's answers, a row per question or per sample of one, and how fast they were generated."""
 
-    # variant, scheme, dtype, question, correct, correct_flexible, parsed, answer, completion, leaked, n_tokens,
-    # finish_reason, fault, reached, question_text; subject and level if the questions have them; sample if there are
-    # several; reference_logprob with `evaluate.perplexity`
+    # variant, scheme, dtype, question, correct, correct_flexible, parsed, answer, completion, answer_start, leaked,
+    # n_tokens, finish_reason, fault, reached, question_text; subject and level if the questions have them; sample if
+    # there are several; reference_logprob with `evaluate.perplexity`
     frame: pd.DataFrame
     tokens_per_s: float  # generated tokens over the wall time of decoding, batches padded
     dtype: str  # of activations
@@ -148,7 +148,8 @@ def answer_questions(
             scores = engine.log_likelihoods(reference_prompts, list(references.values()))
 
     labels = {"variant": cell.variant, "scheme": cell.scheme, "dtype": engine.dtype}
-    frame = graded_frame(labels, repeated_questions, completions, recipe.task, tokens)
+    tags = prompt.thinking_tags(tokens, prompt.of_recipe(recipe))
+    frame = graded_frame(labels, repeated_questions, completions, recipe.task, tokens, tags)
     if references:
         score_of = dict(zip(references, scores, strict=True))
         frame[names.REFERENCE_LOGPROB] = [score_of.get(row // samples) for row in range(len(frame))]
@@ -195,7 +196,14 @@ def _rendered(path: Path, tokens: Any, questions: Sequence, template: Any, rende
     return _last_prompts[key]
 
 
-def graded_frame(labels: dict, questions: Sequence, completions: Sequence, task: str, tokens: Any) -> pd.DataFrame:
+def graded_frame(
+    labels: dict,
+    questions: Sequence,
+    completions: Sequence,
+    task: str,
+    tokens: Any,
+    tags: thinking.Tags = thinking.TAGS,
+) -> pd.DataFrame:
     """Return a row per answer: its labels, and the verdict on it.
 
     Args:
@@ -204,16 +212,20 @@ def graded_frame(labels: dict, questions: Sequence, completions: Sequence, task:
         completions: N answers of an engine.
         task: which grader judges them.
         tokens: the tokenizer; its special tokens are leaks in an answer.
+        tags: the model's tags around its thinking.
     """
     import pandas as pd
 
+    markers = [token for token in tokens.all_special_tokens if token]
+    completions = [
+        replace(completion, text=tags.text(completion.text, completion.raw, markers)) for completion in completions
+    ]
     texts = [completion.text for completion in completions]
     answers = [question.answer for question in questions]
-    verdicts = tasks.grade_many(task, texts, answers)
-    markers = [token for token in tokens.all_special_tokens if token]
+    verdicts = tasks.grade_many(task, texts, answers, tags=tags)
     rows = []
     for question, completion, verdict in zip(questions, completions, verdicts, strict=True):
-        rows.append(labels | _row(task, markers, question, completion, verdict))
+        rows.append(labels | _row(task, markers, question, completion, verdict, tags))
     return pd.DataFrame(rows)
 
 
@@ -332,9 +344,14 @@ def engine_sort_key(path: Path, scheme: str, recipe: Recipe) -> tuple[bool, bool
 
 
 def _row(
-    task: str, markers: list[str], question: tasks.Question, completion: hf.Completion, verdict: tasks.Verdict
+    task: str,
+    markers: list[str],
+    question: tasks.Question,
+    completion: hf.Completion,
+    verdict: tasks.Verdict,
+    tags: thinking.Tags,
 ) -> dict:
-    reached = False if verdict.strict else tasks.has_stated_answer(task, completion.text, question)
+    reached = False if verdict.strict else tasks.has_stated_answer(task, completion.text, question, tags)
     row = {
         "question": question.id,
         "correct": int(verdict.strict),
@@ -342,7 +359,8 @@ def _row(
         "parsed": verdict.parsed,
         "answer": question.answer,
         "completion": completion.text,
-        "leaked": int(leaked(question.question, completion.text, completion.raw, markers)),
+        names.ANSWER_START: thinking.length(completion.text, tags),
+        "leaked": int(leaked(question.question, completion.text, completion.raw, markers, tags)),
         "n_tokens": completion.n_tokens,
         "finish_reason": completion.finish_reason,
         "fault": verdict.fault,

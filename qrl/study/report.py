@@ -16,6 +16,7 @@ import click
 from qrl import names, process
 from qrl.errors import QrlError
 from qrl.recipe import Recipe
+from qrl.recipe.training import REWARDS
 from qrl.steps import outcome
 from qrl.study import page
 from qrl.study.environments import PLACE
@@ -264,9 +265,11 @@ def _reward_values(frame: pd.DataFrame, name: str, recipe: Recipe) -> pd.Series 
     # Token ids are not in the rows; soft_overlong looks at their number alone, and no other reward at them.
     token_ids = [range(length) for length in frame["n_tokens"]] if name == "soft_overlong" else None
     (reward_function,) = reward.functions(recipe.task, (name,), recipe.train)
-    return reward_function(
-        completions=frame["completion"].tolist(), answer=frame["answer"].tolist(), completion_ids=token_ids
-    )
+    texts = frame["completion"].tolist()
+    if name in REWARDS and names.ANSWER_START in frame:  # the tags are the model's; a user's reward reads whole texts
+        starts = frame[names.ANSWER_START].fillna(0).astype(int)  # rows of older runs have none
+        texts = [text[start:] for text, start in zip(texts, starts, strict=True)]
+    return reward_function(completions=texts, answer=frame["answer"].tolist(), completion_ids=token_ids)
 
 
 def _convergence(methods: Methods, model_outcome: SweepOutcome, variant: str, scheme: str) -> Convergence | None:

@@ -100,7 +100,8 @@ def _run(recipe: Recipe, path: Path, device: str) -> Trial:
     fixed_s = max(0.0, few_step_s - FEW * per_answer_s)
 
     prompt_tokens = [len(ids) for ids in prompts]
-    frame = cells.graded_frame({}, questions, answers, recipe.task, tokenizer)
+    tags = prompt.thinking_tags(tokenizer, prompt.of_recipe(recipe))
+    frame = cells.graded_frame({}, questions, answers, recipe.task, tokenizer, tags)
     return Trial(
         heldout=min(len(heldout), recipe.evaluate.n),
         frame=frame.assign(prompt_tokens=prompt_tokens),

@@ -2,7 +2,8 @@
 
 Training, calibration and evaluation render every question with `prompt.py` and grade every completion by the same
 rules. Numbers after `####` are graded in this process (`numeric.py`). Answers in `\\boxed{}` may need algebra, which
-runs in worker processes with limits (`math/pool.py`). A task may be a file of the user's own (`own.py`).
+runs in worker processes with limits (`math/pool.py`). Neither reads what a model thinks before its answer
+(`thinking.py`). A task may be a file of the user's own (`own.py`).
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from qrl.tasks import arithmetic, deepmath, gsm8k, numeric, own, reached, rows
 from qrl.tasks.math import dataset, pool
 from qrl.tasks.own import label
 from qrl.tasks.question import Question, Verdict
+from qrl.tasks.thinking import TAGS, Tags
 
 __all__ = ["TASKS", "Question", "Split", "Verdict", "check", "grade", "grade_many", "label", "load", "stated_before"]
 
@@ -94,7 +96,11 @@ def grade(task: str, completion: str, answer: str) -> Verdict:
 
 
 def grade_many(
-    task: str, completions: Sequence[str], answers: Sequence[str], progress: Callable[[int], object] = lambda n: None
+    task: str,
+    completions: Sequence[str],
+    answers: Sequence[str],
+    progress: Callable[[int], object] = lambda n: None,
+    tags: Tags = TAGS,
 ) -> list[Verdict]:
     """Return a verdict on each completion, in order; see `numeric.py` and `math/verdict.py` for the rules.
 
@@ -103,6 +109,8 @@ def grade_many(
         completions: N texts of a model.
         answers: N gold answers.
         progress: called with the number of verdicts since the last call.
+        tags: the model's tags around its thinking, which is no answer. A task file gets whole completions: its grader
+            decides.
 
     Returns:
         N verdicts; where a grader failed, the verdict carries the `fault`.
@@ -114,10 +122,10 @@ def grade_many(
         return own.grade_many(task, completions, answers, progress)
     check_task(task)
     if task in BOXED:
-        return pool.grade_many(completions, answers, progress)
+        return pool.grade_many(completions, answers, progress, tags)
     verdicts = []
     for completion, answer in zip(completions, answers, strict=True):
-        verdicts.append(numeric.grade(completion, answer))
+        verdicts.append(numeric.grade(completion, answer, tags))
         progress(1)
     return verdicts
 
@@ -130,7 +138,7 @@ def check_task(task: str) -> None:
         raise BadInput(f"There is no task '{task}': expected one of {', '.join(TASKS)}, or the path of a .py file.")
 
 
-def has_stated_answer(task: str, completion: str, question: Question) -> bool | None:
+def has_stated_answer(task: str, completion: str, question: Question, tags: Tags = TAGS) -> bool | None:
     """Return whether a wrong or missing answer had stated the right value before; see `reached.py` for the rules.
 
     None for a task whose answers are neither numbers nor boxed.
@@ -138,4 +146,4 @@ def has_stated_answer(task: str, completion: str, question: Question) -> bool | 
     if task not in TASKS:
         return None
     rule = reached.in_latex if task in BOXED else reached.numerically
-    return rule(completion, question.answer, question.question)
+    return rule(completion, question.answer, question.question, tags)

@@ -2,8 +2,8 @@
 
 Strict: the number on a line `#### x`. All such lines of a completion must state the same single number. Conflicting
 numbers score zero, so that listing candidates earns nothing; so does a number that the rest of its line modifies
-(`modifiers.py`). Flexible: the last number anywhere. Numbers are compared as exact fractions. Time is linear in the
-text's length, and no text can raise.
+(`modifiers.py`). Flexible: the last number anywhere. What precedes the end of the thinking counts for neither
+(`thinking.py`). Numbers are compared as exact fractions. Time is linear in the text's length, and no text can raise.
 """
 
 import re
@@ -12,8 +12,9 @@ from qrl.errors import BadInput
 from qrl.tasks.modifiers import is_modified
 from qrl.tasks.number import Number, numbers, text, tidy
 from qrl.tasks.question import Verdict
+from qrl.tasks.thinking import TAGS, Tags
+from qrl.tasks.thinking import answer as answer_part
 
-ENDS = re.compile(r"<(?:\|(?:im_end|endoftext|eot_id|end_of_text|end)\||/s|end_of_turn|eos)>")
 LONGEST_LINE = 200  # characters after `####`; a longer line is prose, not an answer
 
 # More than four hashes are a heading; the literal prefix makes the search fast.
@@ -37,12 +38,13 @@ _BEGUN = re.compile(r"####[\s:$€£¥₹*_`(\[{\"'~≈→+-]*\.?[0-9]")
 _NOTHING = object()  # no number is stated; None means that the number is ambiguous
 
 
-def grade(completion: str, answer: str) -> Verdict:
+def grade(completion: str, answer: str, tags: Tags = TAGS) -> Verdict:
     """Return the strict and flexible verdict on one completion.
 
     Args:
-        completion: the model's text after the prompt; text after an end token is ignored.
+        completion: the model's text after the prompt; thinking, and text after an end token, are ignored.
         answer: the gold answer: a number as text, or a worked solution that ends in `#### x`.
+        tags: the model's tags around its thinking.
 
     Raises:
         BadInput: the gold answer is not a number.
@@ -50,18 +52,28 @@ def grade(completion: str, answer: str) -> Verdict:
     gold = strict(answer) if "####" in answer else _stated(answer[:LONGEST_LINE])
     if gold is None or gold is _NOTHING:
         raise BadInput(f"The gold answer {answer[:80]!r} is not a number: expected one like 18, 1,000, 2.5 or 3/4.")
-    stated = strict(completion)
+    body = answer_part(completion, tags)
+    stated = _agreed_number(body)
     parsed = None if stated is None else text(stated)
-    return Verdict(parsed, stated == gold, flexible(completion) == gold)
+    return Verdict(parsed, stated == gold, _last_number(body) == gold)
 
 
-def strict(completion: str) -> Number | None:
+def strict(completion: str, tags: Tags = TAGS) -> Number | None:
     """Return the number that all `####` lines agree on; None without one, or if they conflict."""
+    return _agreed_number(answer_part(completion, tags))
+
+
+def flexible(completion: str, tags: Tags = TAGS) -> Number | None:
+    """Return the last number of a completion, wherever it is; None without one."""
+    return _last_number(answer_part(completion, tags))
+
+
+def _agreed_number(body: str) -> Number | None:
     agreed = _NOTHING
     earlier_lines = set()
     # Numbers that begin lines too long for an answer: they state none, but may contradict the one that is agreed on.
     begun_numbers = set()
-    for hashes, line in _MARKER.findall(until_end(completion)):
+    for hashes, line in _MARKER.findall(body):
         if hashes or line in earlier_lines:
             continue
         earlier_lines.add(line)
@@ -78,9 +90,7 @@ def strict(completion: str) -> Number | None:
     return agreed
 
 
-def flexible(completion: str) -> Number | None:
-    """Return the last number of a completion, wherever it is; None without one."""
-    body = until_end(completion)
+def _last_number(body: str) -> Number | None:
     simple = _SIMPLE.fullmatch(body.rpartition("####")[2])
     if simple:
         return int(simple[1])
@@ -95,11 +105,6 @@ def flexible(completion: str) -> Number | None:
         if values:
             return values[-1]  # else its digits are glued to letters: search before them
     return None
-
-
-def until_end(completion: str) -> str:
-    """Return a completion up to its first end token."""
-    return ENDS.split(completion, maxsplit=1)[0] if "<" in completion else completion
 
 
 def _stated(line: str) -> Number | object | None:

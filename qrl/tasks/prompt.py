@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qrl.errors import BadInput
-from qrl.tasks import own, sandbox, turns
+from qrl.tasks import own, sandbox, thinking, turns
 from qrl.tasks.question import Question
 
 if TYPE_CHECKING:
@@ -96,6 +96,19 @@ def solution_ids(tokenizer: Any, solution: str) -> list[int]:
         BadInput: neither the chat template nor the tokenizer names an end token.
     """
     return tokenizer(solution + turns.closing(tokenizer), add_special_tokens=False)["input_ids"]
+
+
+def thinking_tags(tokenizer: Any, template: str | Template) -> thinking.Tags:
+    """Return a model's tags around its thinking, and whether its prompts end within the thinking."""
+    if not tokenizer.chat_template:
+        return thinking.TAGS
+    wording = resolve(template)
+    chat_template = tokenizer.get_chat_template()
+    try:
+        example = sandbox.render(tokenizer, messages("1 + 1 = ?", wording), wording.kwargs)
+    except Exception:  # of any kind, as in `_prompt`, which reports it for the questions
+        example = ""
+    return thinking.of_prompt(chat_template, example)
 
 
 def check_task(task: str, template: str | Template) -> None:

@@ -4,6 +4,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from qrl.tasks import thinking
+from qrl.tasks.thinking import TAGS, Tags
+
 # A line that opens a turn: "user", "Question:", "### Problem 2:", "Q."
 _TURN = re.compile(r"[\W_]*(user|human|question|problem|prompt|instruction|q)[\W\d_]*", re.IGNORECASE)
 
@@ -36,18 +39,24 @@ class Verdict:
     fault_cause: str | None = field(default=None, compare=False)  # what it raised, in words
 
 
-def leaked(question: str, text: str, raw: str, markers: Sequence[str]) -> bool:
+def leaked(question: str, text: str, raw: str, markers: Sequence[str], tags: Tags = TAGS) -> bool:
     """Return whether a completion continues, after the answer, with a new prompt: chat markers, or the question again.
 
-    An answer may quote the question ("The answer to the question … is 37") or begin with it: neither is a new prompt.
+    An answer may quote the question ("The answer to the question … is 37") or begin with it, and thinking may repeat it
+    in any way: neither is a new prompt.
 
     Args:
         question: its text.
         text: the completion without special tokens.
         raw: the completion with special tokens, but without the end token.
         markers: the tokenizer's special tokens.
+        tags: the model's tags around its thinking.
     """
-    return any(marker in raw for marker in markers) or _asked_again(question.strip(), text)
+    own_tokens = tags.tokens(markers)
+    if any(marker in raw for marker in markers if marker not in own_tokens):
+        return True
+    text = tags.text(text, raw, markers)
+    return _asked_again(question.strip(), text[thinking.length(text, tags) :])
 
 
 def _asked_again(question: str, text: str) -> bool:

@@ -74,10 +74,11 @@ def make_trainer(job: Job, kind: metrics.Kind = metrics.GRPO, specialize: Callab
         for item in questions
     ]
     tokens = policy.tokenizer(job.base)
+    tags = prompt.thinking_tags(tokens, job.template)
     trainer_class = grpo_trainer(job.rollout, settings.max_resamples, settings.qat, job.group_size)
     trainer = specialize(trainer_class)(
         model=policy.load(job.base, settings, job.device),
-        reward_funcs=reward.functions(job.task, settings.rewards, settings, tokens),
+        reward_funcs=reward.functions(job.task, settings.rewards, settings, tokens, tags),
         args=arguments.grpo_config(job),
         train_dataset=arguments.dataset(rows),
         processing_class=tokens,

@@ -9,8 +9,9 @@ from qrl import tasks
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import Train, reward_name
-from qrl.tasks import number, own
+from qrl.tasks import number, own, thinking
 from qrl.tasks.question import leaked
+from qrl.tasks.thinking import TAGS, Tags
 
 TIMEOUTS, ERRORS = "grader_timeout_rate", "grader_error_rate"  # shares of a step's completions, as TRL logs them
 LEAK = -0.25
@@ -40,9 +41,11 @@ def check(settings: Train, questions: Sequence[tasks.Question]) -> None:
 
 
 def functions(
-    task: str, names: Sequence[str] = ("correct",), settings: Train | None = None, tokens: Any = None
+    task: str, names: Sequence[str] = ("correct",), settings: Train | None = None, tokens: Any = None, tags: Tags = TAGS
 ) -> list[Callable[..., list[float]]]:
     """Return TRL's reward functions of a task, which grade each batch once between them.
+
+    None of ours reads what a model thinks before its answer; a function of the user's gets the whole completion.
 
     Args:
         task: a task; the training rows carry the columns `answer` and `question`.
@@ -52,32 +55,55 @@ def functions(
             `soft_overlong` falls from 0.0 to -1.0 over the last tokens that are allowed. FILE.py:FUNCTION is a
             function of the user's.
         settings: the lengths for `soft_overlong`, in tokens, the end token included; default: a recipe's own.
-        tokens: the tokenizer, for `leak`.
+        tokens: the tokenizer, for `leak`, and for tags that are special tokens.
+        tags: the model's tags around its thinking.
 
     Source: soft_overlong is equation 13 of DAPO (arXiv 2503.14476), as TRL computes it.
     """
     graded: dict[tuple, list[tasks.Verdict]] = {}
+    tags_are_special = tokens is not None and bool(tags.tokens(tokens.all_special_tokens))
 
-    def verdicts(completions: list, answers: list[str]) -> list[tasks.Verdict]:
-        key = (tuple(_texts(completions)), tuple(answers))
+    def texts(completions: list, completion_ids: list[list[int]] | None) -> list[str]:
+        """Return completions with the tags around their thinking: TRL drops special tokens."""
+        plain = _texts(completions)
+        if not tags_are_special or completion_ids is None:
+            return plain
+        raw = tokens.batch_decode(completion_ids, skip_special_tokens=False)
+        special = tokens.all_special_tokens
+        return [tags.text(*pair, special) for pair in zip(plain, raw, strict=True)]
+
+    def verdicts(completions: list, answers: list[str], completion_ids: list[list[int]] | None) -> list[tasks.Verdict]:
+        key = (tuple(texts(completions, completion_ids)), tuple(answers))
         if key not in graded:
             graded.clear()
-            graded[key] = tasks.grade_many(task, *key)
+            graded[key] = tasks.grade_many(task, *key, tags=tags)
         return graded[key]
 
-    def correct(completions: list, answer: list[str], log_metric: Callable | None = None, **_) -> list[float]:
-        batch = verdicts(completions, answer)
+    def correct(
+        completions: list,
+        answer: list[str],
+        completion_ids: list[list[int]] | None = None,
+        log_metric: Callable | None = None,
+        **_,
+    ) -> list[float]:
+        batch = verdicts(completions, answer, completion_ids)
         if log_metric is not None:
             for name, fault in ((TIMEOUTS, "timeout"), (ERRORS, "error")):
                 log_metric(name, sum(verdict.fault == fault for verdict in batch) / len(batch))
         return [float(verdict.strict) for verdict in batch]
 
-    def format(completions: list, answer: list[str], **_) -> list[float]:  # TRL logs a reward under its function's name
-        return [float(verdict.parsed is not None) for verdict in verdicts(completions, answer)]
+    def format(  # TRL logs a reward under its function's name
+        completions: list, answer: list[str], completion_ids: list[list[int]] | None = None, **_
+    ) -> list[float]:
+        batch = verdicts(completions, answer, completion_ids)
+        return [float(verdict.parsed is not None) for verdict in batch]
 
-    def flexible(completions: list, answer: list[str], **_) -> list[float]:
-        batch = verdicts(completions, answer)
-        claims = [_claimed(task, *pair) for pair in zip(_texts(completions), batch, strict=True)]
+    def flexible(
+        completions: list, answer: list[str], completion_ids: list[list[int]] | None = None, **_
+    ) -> list[float]:
+        batch = verdicts(completions, answer, completion_ids)
+        answer_parts = [thinking.answer(text, tags) for text in texts(completions, completion_ids)]
+        claims = [_claimed(task, *pair) for pair in zip(answer_parts, batch, strict=True)]
         indices = [index for index, claim in enumerate(claims) if claim is not None]
         claim_verdicts = tasks.grade_many(
             task, [claims[index] for index in indices], [answer[index] for index in indices]
@@ -91,7 +117,7 @@ def functions(
         answers = (hf.completion(tokens, ids, set(), special) for ids in bodies)
         rewards = []
         for text, answer in zip(question, answers, strict=True):
-            is_leak = leaked(text, answer.text, answer.raw, markers)
+            is_leak = leaked(text, answer.text, answer.raw, markers, tags)
             rewards.append(LEAK if is_leak else 0.0)
         return rewards
 
@@ -104,8 +130,9 @@ def functions(
 def _claimed(task: str, completion: str, verdict: tasks.Verdict) -> str | None:
     """Return what a completion claims, in the form that its task grades; None where the flexible verdict decides.
 
-    The claim is the content of the last <answer>; else the strict answer; else what follows the last "answer is"; else
-    the flexible verdict judges the last number or box. A file's grader judges flexibly by its own rules.
+    The completion comes without its thinking. The claim is the content of the last <answer>; else the strict answer;
+    else what follows the last "answer is"; else the flexible verdict judges the last number or box. A file's grader
+    judges flexibly by its own rules.
     """
     if own.is_file(task):
         return None

@@ -6,24 +6,26 @@ Time is linear in a completion's length; only short texts, the content of one bo
 import re
 from fractions import Fraction
 
+from qrl.tasks.math import arguments, signs, values
+
 LONGEST_ANSWER = 1000  # characters in a box, and of a text to normalize; a longer content is not an answer
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*+\{|\\[\\{}]|[{}]")
 _BARE = re.compile(r"\\(?:boxed|fbox)\s++([^\s\\{}$]{1,60})")  # TeX's short form, used in some of MATH's solutions
-_SIGNS = str.maketrans(
-    dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
-    | {"\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u00f7": "/", "\u03c0": r"\pi ", "\u221e": r"\infty "}
-    | {"\u222a": r"\cup ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2208": r"\in ", "\u00b1": r"\pm "}
-    | {"\u00b0": r"^\circ "}
-)
-_SPELLING_RULES = [  # pattern → spelling, in this order
+_FIRST_RULES = [  # pattern → spelling, in this order
     (r"\\(?:left|right|big|Big|bigg|Bigg)[lrm]?(?![A-Za-z])\.?|\\(?:displaystyle|textstyle)(?![A-Za-z])|\\!", ""),
+    (r"\\(?:negthinspace|negmedspace|negthickspace|limits|nolimits)(?![A-Za-z])", ""),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-    (r"\\frac ?(\d) ?(\d)", r"\\frac{\1}{\2}"),
     (r"\\(?:mbox|textbf|textrm|textit|textnormal|textsf)\s*\{", r"\\text{"),
     (r"\{,\}", ","),
+    (r"\\(?:hspace|hskip|mspace)\*? ?\{[^{}]*\}|\\(?:thin|med|thick|en)space(?![A-Za-z])", " "),
     (r"(?<!\\)\\(?:[,;: >]|q?quad(?![A-Za-z]))|~|\s", " "),
+]
+_LAST_RULES = [
     (r"\^ ?\{ ?\\circ ?\}|\^ ?\\circ(?![A-Za-z]) ?", r"^\\circ "),
+    (r"\^ ?\{? ?((?:\\prime(?![A-Za-z]) ?)+)\}?", lambda match: "'" * match[1].count("p")),
+    (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
+    (r"\\var(epsilon|theta|rho|phi|kappa)(?![A-Za-z])", r"\\\1"),
     (r"\\?\$", ""),
     (r"\\langle(?![A-Za-z])|\\lparen(?![A-Za-z])", "("),
     (r"\\rangle(?![A-Za-z])|\\rparen(?![A-Za-z])", ")"),
@@ -31,11 +33,19 @@ _SPELLING_RULES = [  # pattern → spelling, in this order
     (r"\\(?:rbrace)(?![A-Za-z])", r"\\}"),
     (r"(?<![\w.])(\d{1,3}(?: \d{3})+)(?![\w ])", lambda match: match[1].replace(" ", "")),  # `58\,500`
     (r"(\d) (\d+)/(\d+)", r"\1\\frac{\2}{\3}"),  # a mixed number
+    (r"(\\log ?_) ?(1[0-9]+)(?=[ {(\\])", r"\1{\2}"),  # `\log_10 5`: there is no base 1
+    (  # math-verify may read `\log_{9}29` as the logarithm of 2 + 9
+        r"(\\log ?_(?:\{[^{}]*\}|\w)) ?([0-9]+(?:\.[0-9]+)?)(?=$|[-+=,;)\]}|&]| ?\\(?:cdot|times)(?![A-Za-z]))",
+        r"\1{\2}",
+    ),
     (r" +", " "),
     (r" ?([^\w\s\\{}]) ?", r"\1"),
 ]
-_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in _SPELLING_RULES]
+_FIRST_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in _FIRST_RULES]
+_LAST_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in _LAST_RULES]
 _NESTED = re.compile(r"\\(?:boxed|fbox) ?\{(.*)\}")
+
+_HAS_ARGUMENTS = re.compile(r"[\\^_{]|log|ln|lg|exp|sin|cos|tan|cot|csc")
 
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
@@ -82,11 +92,19 @@ def boxes(text: str) -> list[str]:
 
 
 def normal(text: str) -> str:
-    """Return an answer's LaTeX in one spelling: without sizes, dollar signs, needless spaces or a final full stop."""
-    text = text.translate(_SIGNS).strip()
+    """Return an answer's LaTeX in one spelling.
+
+    Unicode's signs are commands and arguments are in braces; sizes, dollar signs, needless spaces and a final full stop
+    are left out.
+    """
+    text = signs.as_latex(text).strip()
     while match := _NESTED.fullmatch(text):
         text = match[1]
-    for pattern, spelling in _SPELLINGS:
+    for pattern, spelling in _FIRST_SPELLINGS:
+        text = pattern.sub(spelling, text)
+    if _HAS_ARGUMENTS.search(text):
+        text = arguments.in_braces(text)
+    for pattern, spelling in _LAST_SPELLINGS:
         text = pattern.sub(spelling, text)
     return text.strip().rstrip(".,;:").strip()
 
@@ -129,12 +147,36 @@ def _same_plainly(gold: str, stated: str) -> bool | None:
     stated_number = _number(stated)
     if gold_number is not None and stated_number is not None:
         return gold_number == stated_number
+    by_value = _same_value(gold, stated)
+    if by_value is not None:
+        return by_value
     gold_base = _BASED.fullmatch(gold)
     stated_base = _BASED.fullmatch(stated)
     if gold_base or stated_base:
         return _same_in_base(gold, stated, gold_base, stated_base)
     words = _words(gold)
     return words == _squeezed(stated) if words else None
+
+
+def _same_value(gold: str, stated: str) -> bool | None:
+    """Return whether two answers are the same time, or numbers of which one is a repeating decimal or an angle.
+
+    None for others. A decimal may approximate a number, so one that differs is left to algebra, as fractions are.
+    """
+    gold_time = values.clock_time(gold)
+    stated_time = values.clock_time(stated)
+    if gold_time and stated_time:
+        return gold_time.accepts(stated_time)
+    if (gold_time and gold_time.has_half) or (stated_time and stated_time.has_half):
+        return False
+
+    if not (values.is_exact_decimal(gold) or values.is_exact_decimal(stated)):
+        return None
+    gold_value = values.exact_value(gold)
+    stated_value = values.exact_value(stated)
+    if gold_value is not None and stated_value is not None:
+        return gold_value == stated_value
+    return None
 
 
 def _adds_or_retracts(gold: str, stated: str) -> bool:
@@ -170,7 +212,7 @@ def _comparable(gold: str, stated: str) -> bool:
     """Return whether math-verify can compare them; it misreads adjacent numbers, which are neither sum nor product."""
     if _SIDE_BY_SIDE.search(stated) or _SIDE_BY_SIDE.search(gold):
         return False
-    if not _same_case(gold, stated):
+    if not _same_case(gold, stated) or _primed(gold) != _primed(stated):
         return False
     gold_brackets = _brackets(gold)
     stated_brackets = _brackets(stated)
@@ -213,6 +255,11 @@ def _same_case(gold: str, stated: str) -> bool:
     if len(gold) > 1 and len(gold_lower) < len(gold_letters):
         return False
     return len(gold) == 1 or gold_lower != stated_lower or gold_letters == stated_letters
+
+
+def _primed(text: str) -> set[str]:
+    """Return the ends of an answer's names with primes: `f'(x)` has `f'`; minutes and feet are units."""
+    return set(re.findall(r"[A-Za-z)}]'+", _WRAPPED.sub(" ", text)))
 
 
 def _letters(text: str) -> set[str]:

@@ -23,6 +23,7 @@ from qrl import process
 from qrl.errors import QrlError, first_line
 from qrl.tasks.math.verdict import Claim, by_text, claim
 from qrl.tasks.question import Verdict
+from qrl.tasks.thinking import TAGS, Tags
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
@@ -40,7 +41,9 @@ _lock = threading.Lock()
 _pools: dict[int, ProcessPool] = {}  # by process id: a forked child has its parent's pool object, but not its threads
 
 
-def grade_many(completions: Sequence[str], answers: Sequence[str], progress: Callable[[int], object]) -> list[Verdict]:
+def grade_many(
+    completions: Sequence[str], answers: Sequence[str], progress: Callable[[int], object], tags: Tags = TAGS
+) -> list[Verdict]:
     """Return a verdict on each completion; it depends neither on their order nor on the other completions.
 
     Most answers are graded here, by comparing texts, the rest by algebra in the workers.
@@ -49,7 +52,7 @@ def grade_many(completions: Sequence[str], answers: Sequence[str], progress: Cal
         BadInput: a gold answer is empty or too long.
         QrlError: the worker processes do not start.
     """
-    claims = [claim(completion, answer) for completion, answer in zip(completions, answers, strict=True)]
+    claims = [claim(completion, answer, tags) for completion, answer in zip(completions, answers, strict=True)]
     verdicts = {distinct: by_text(distinct) for distinct in dict.fromkeys(claims)}  # completions often repeat a claim
     undecided = [distinct for distinct, verdict in verdicts.items() if verdict is None]
     progress(len(claims) - len(undecided))

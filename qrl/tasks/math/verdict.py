@@ -2,7 +2,7 @@ r"""The rules for a completion with its answer in \boxed{}.
 
 Strict: the content of \boxed{}. Several boxes must be equal, in whatever spelling; conflicting ones score zero, so that
 listing candidates earns nothing. Flexible: the last box alone; without a box, the last expression or number that
-math-verify extracts near the end. Text after an end token is ignored.
+math-verify extracts near the end. Thinking, and text after an end token, are ignored (`thinking.py`).
 """
 
 from collections.abc import Callable
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from qrl.errors import BadInput
 from qrl.tasks.math import latex
 from qrl.tasks.math.latex import LONGEST_ANSWER
-from qrl.tasks.numeric import until_end
 from qrl.tasks.question import Verdict
+from qrl.tasks.thinking import TAGS, Tags
+from qrl.tasks.thinking import answer as answer_part
 
 MOST_BOXES = 8  # different texts in boxes: more are a list of candidates
 TAIL = 2000  # characters at the end that are searched for an expression if there is no box
@@ -27,9 +28,9 @@ class Claim:
     tail: str  # the end of the text, if there is no box
 
 
-def claim(completion: str, answer: str) -> Claim:
+def claim(completion: str, answer: str, tags: Tags = TAGS) -> Claim:
     """Return what a completion claims, beside the gold answer."""
-    body = until_end(completion)
+    body = answer_part(completion, tags)
     contents = latex.boxes(body)
     if not contents:
         return Claim(gold(answer), (), body[-TAIL:])

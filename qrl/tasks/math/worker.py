@@ -13,17 +13,19 @@ import signal
 import warnings
 
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
-from math_verify import parse, verify
+from math_verify import grader, parse, verify
 from math_verify.parser import parse_latex_cached
-from sympy import Basic
+from sympy import Basic, Derivative, Float, MatrixBase, Rational, log, nan, zoo
+from sympy.concrete.expr_with_limits import ExprWithLimits
 from sympy.core import random as sympy_random
 
 from qrl.errors import first_line
-from qrl.tasks.math import latex
+from qrl.tasks.math import latex, values
 from qrl.tasks.math.verdict import Claim, verdict
 from qrl.tasks.question import Verdict
 
 PLACES = 6  # significant digits, or decimal places, to which a decimal may approximate an exact number
+_DIGITS = 1000  # to which two exact numbers are compared, at most
 _NORMAL = NormalizationConfig(
     basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="last", equations=False
 )
@@ -64,10 +66,79 @@ def last_expression(text: str) -> str | None:
 
 
 def _equal(expected: Basic, stated: Basic | None) -> bool:
-    if stated is None:
+    if stated is None or expected.has(zoo, nan) or stated.has(zoo, nan):  # divided by zero
         return False
     places = _places(expected)
-    return verify([expected], [stated], float_rounding=places, timeout_seconds=None, raise_on_error=True)
+    try:
+        return verify([expected], [stated], float_rounding=places, timeout_seconds=None, raise_on_error=True)
+    except ZeroDivisionError:
+        return False
+
+
+_numerically_equal_in_library = grader.sympy_numeric_eq
+_symbolically_equal_in_library = grader.sympy_symbolic_eq
+
+
+def _numerically_equal(gold: Basic, stated: Basic, float_rounding: int, numeric_precision: int) -> bool:
+    """Return whether two parts of answers have the same value, however small it is.
+
+    math-verify takes a difference below about 1e-17 for none, so `2^{-61}` for `2^{-60}`.
+    """
+    equal = _numerically_equal_in_library(gold, stated, float_rounding, numeric_precision)
+    return bool(equal) and not _differ(gold, stated)
+
+
+def _symbolically_equal(gold: Basic, stated: Basic) -> bool:
+    """Return whether two parts of answers are the same expression; numbers that differ need no search for a proof."""
+    try:
+        size = abs((gold - stated).evalf(15))
+        if size.is_Float and size._prec > 1 and size > 10**-12:
+            return False
+    except Exception:  # no numbers: the library knows what to do with them, or fails on them itself
+        pass
+    return _symbolically_equal_in_library(gold, stated)
+
+
+# math-verify compares the ends of intervals, the members of sets and the sides of equations by these functions of its
+# own, so that a rule for small numbers has to be there.
+grader.sympy_numeric_eq = _numerically_equal
+grader.sympy_symbolic_eq = _symbolically_equal
+
+
+def _differ(gold: Basic, stated: Basic) -> bool:
+    """Return whether two expressions that math-verify takes for equal have different values.
+
+    Those with symbols are compared at one point. Matrices are not: math-verify compared their entries one by one.
+    """
+    is_percent = any(grader.get_pct_val(side) is not None for side in (gold, stated))  # `9%` may stand for 9
+    if is_percent or isinstance(gold, MatrixBase) or isinstance(stated, MatrixBase):
+        return False
+    symbols = sorted(gold.free_symbols | stated.free_symbols, key=str)
+    point = {symbol: Rational(1_000_003 + 7919 * index, 777_767) for index, symbol in enumerate(symbols)}
+    try:
+        value = gold.subs(point)
+        return _matters(value - stated.subs(point), value)
+    except Exception:  # no numbers: a set, an equation, a function without a rule
+        return False
+
+
+def _matters(difference: Basic, value: Basic) -> bool:
+    """Return whether a difference from a value makes another one.
+
+    Exact numbers are compared to `_DIGITS` digits. Decimals are rounded, so two of them differ only where all of their
+    digits are beyond the places that math-verify looks at.
+    """
+    if difference.has(Float):
+        size = abs(value.evalf(PLACES * 3))
+        return bool(size < 10**-PLACES and abs(difference.evalf(PLACES * 3)) > size / 10 ** (PLACES - 1))
+    if difference.has(ExprWithLimits, Derivative):  # an integral or a sum to infinity could take long
+        return False
+    exact = difference.doit()
+    if exact.is_Rational:
+        return exact != 0
+    size = abs(exact.evalf(15, maxn=_DIGITS))
+    # A precision of one bit is how sympy marks a value whose digits all cancelled.
+    return bool(size.is_Float and size._prec > 1 and size != 0)
 
 
 def _grade_one(claim: Claim, cpu_s: float) -> Verdict:
@@ -83,7 +154,7 @@ def _grade_one(claim: Claim, cpu_s: float) -> Verdict:
 
 def _read(answer: str) -> Basic | None:
     """Return an answer's expression; None if it cannot be read as one, but raise where memory or stack ran out."""
-    content = normalize_latex(f"\\boxed{{{answer}}}", config=_NORMAL)
+    content = normalize_latex(f"\\boxed{{{values.as_fractions(answer)}}}", config=_NORMAL)
     try:
         return parse_latex_cached(content)
     except (MemoryError, RecursionError):
@@ -98,6 +169,9 @@ def _places(gold: Basic) -> int:
         size = abs(float(gold))
     except Exception:  # an expression with symbols, a set, a matrix
         return PLACES
+    if size == 0 and gold != 0:  # below the smallest float
+        size = abs(gold.evalf(PLACES))
+        return PLACES + int(-log(size, 10).evalf(PLACES * 2))
     if not 0 < size < 1:
         return PLACES
     leading_zeros = max(0, math.floor(-math.log10(size)))

@@ -39,7 +39,9 @@ def outcomes(trainer, job: Job) -> list[int]:
     else:
         answers = _answers_of_model(trainer, job, tokens, prompts)
     gold = [question.answer for question in questions]
-    verdicts = tasks.grade_many(job.task, [answer.text for answer in answers], gold)
+    tags = prompt.thinking_tags(tokens, job.template)
+    texts = [tags.text(answer.text, answer.raw, tokens.all_special_tokens) for answer in answers]
+    verdicts = tasks.grade_many(job.task, texts, gold, tags=tags)
 
     graded = [(index, int(verdict.strict)) for index, verdict in zip(indices, verdicts, strict=True)]
     outcome_of = dict(gather_object(graded))

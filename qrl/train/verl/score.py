@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qrl.recipe import reward_name
+from qrl.tasks.thinking import Tags
 from qrl.train import reward
 
 _one_at_a_time = threading.Lock()  # verl calls from many threads, and the graders' pool of processes is shared
@@ -23,6 +24,8 @@ def compute_score(
     task: str,
     rewards: Sequence[str],
     weights: Sequence[float],
+    thinking_tags: Sequence[Sequence[str]],
+    thinking_begun: bool,
     **_: Any,
 ) -> dict[str, float]:
     """Return a completion's reward as verl expects it: `score`, and each reward by its name.
@@ -33,13 +36,15 @@ def compute_score(
         ground_truth: the gold answer.
         extra_info: holds `question`.
         task, rewards, weights: the recipe's, from verl's `reward_kwargs`.
+        thinking_tags, thinking_begun: the fields of `Tags`, for the model and its prompts.
 
     Raises:
         QrlError: a reward of the user's failed.
     """
     batch = {"completions": [solution_str], "answer": [ground_truth], "question": [extra_info["question"]]}
+    tags = Tags(tuple((opening, closing) for opening, closing in thinking_tags), thinking_begun)
     with _one_at_a_time:
-        values = [function(**batch)[0] for function in reward.functions(task, list(rewards))]
+        values = [function(**batch)[0] for function in reward.functions(task, list(rewards), tags=tags)]
     score = sum(value * weight for value, weight in zip(values, weights, strict=True))
     by_name = dict(zip(map(reward_name, rewards), values, strict=True))
     return {"score": score, **by_name}

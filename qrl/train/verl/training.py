@@ -72,8 +72,8 @@ def check(job: Job, machine: Machine) -> None:
     """Check that verl can do this training, before any weight is loaded.
 
     Raises:
-        BadInput: the GPUs do not divide a step, the base is not stored in bf16, or as for
-            `grpo.check`, memory left aside.
+        BadInput: the GPUs do not divide a step, the base is not stored in bf16, the model marks its thinking by
+            special tokens, or as for `grpo.check`, memory left aside.
     """
     base = checkpoint.check(job.base)
     parallel.check(job.settings, machine.device, machine.gpus)
@@ -84,6 +84,7 @@ def check(job: Job, machine: Machine) -> None:
             f"{base.path} is stored in {base.dtype}, but verl's merger writes bfloat16: convert it, or set "
             "train.trainer = trl."
         )
+    translate.check_tags(hf.tokenizer(job.base), job.template)
 
 
 def check_installed() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qrl import process
-from qrl.engine import vllm
+from qrl.engine import hf, vllm
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train, Watch
 from qrl.tasks import prompt
@@ -197,6 +197,7 @@ def _sampling(train: Train, rollout: Rollout) -> dict[str, Any]:
 
 def _reward(job: Job) -> dict[str, Any]:
     function = "reward.custom_reward_function"
+    tags = prompt.thinking_tags(hf.tokenizer(job.base), job.template)
     return {
         f"{MODEL}.path": str(job.base),
         f"{function}.path": REWARD,
@@ -205,8 +206,20 @@ def _reward(job: Job) -> dict[str, Any]:
             "task": job.task,
             "rewards": list(job.settings.rewards),
             "weights": list(job.settings.weights_of_rewards),
+            "thinking_tags": [list(pair) for pair in tags.pairs],
+            "thinking_begun": tags.begun,
         },
     }
+
+
+def check_tags(tokens: Any, template: prompt.Template | str) -> None:
+    """Raise BadInput if the model marks its thinking by special tokens, which verl drops before a reward reads it."""
+    special_tags = prompt.thinking_tags(tokens, template).tokens(tokens.all_special_tokens)
+    if special_tags:
+        raise BadInput(
+            f"The model marks its thinking by the special token {special_tags[0]}, which verl drops before a reward "
+            "reads the text, so drafts could not be told from the answer: set train.trainer = trl."
+        )
 
 
 def nested(dotted: Mapping[str, Any]) -> dict[str, Any]:
