@@ -62,7 +62,7 @@ class Graded:
 
 
 def grade(
-    data: pd.DataFrame | str | Path,
+    data: pd.DataFrame | tables.Rows | str | Path,
     task: str,
     *,
     columns: Mapping[str, str] | None = None,
@@ -71,7 +71,8 @@ def grade(
     """Return a verdict on each completion.
 
     Args:
-        data: rows with `completion` and `answer`: a frame, a file, or files per cell (`VARIANT:SCHEME=FILE,…`).
+        data: rows with `completion` and `answer`: a frame, a list of dicts, a file, or files per cell
+            (`VARIANT:SCHEME=FILE,…`).
         task: the task with the grader to use, or a task file.
         columns: our name of a column → its name in the data, such as {"completion": "output"}.
         max_grader_fault_rate: largest share of completions on which the grader may fail; None: as for `evaluate`.
@@ -88,7 +89,7 @@ def grade(
     return graded
 
 
-def _graded_rows(data: pd.DataFrame | str | Path, task: str, columns: Mapping[str, str] | None) -> Graded:
+def _graded_rows(data: pd.DataFrame | tables.Rows | str | Path, task: str, columns: Mapping[str, str] | None) -> Graded:
     tasks.check_task(task)
     rows = tables.read_rows(data, columns)
     for location, row in rows:
