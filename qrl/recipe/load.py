@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ValidationError
 
+from qrl import names as known
 from qrl.errors import BadInput
 from qrl.files import reading
 from qrl.recipe import documents, prompts
@@ -25,6 +26,7 @@ from qrl.recipe.sections import Recipe, as_text
 NAMED = Path(__file__).parent / "named"  # a YAML file per recipe
 DEFAULT = "auto"  # no recipe is named: the one that `default` returns
 EXTENDS = "extends"
+OF_SCHEMES = ("quantize.schemes", "evaluate.kv_fp8")  # keys of lists of schemes
 MACHINE = "machine"  # `gpu` in a recipe sized for one, `any` in others; recipes that extend it inherit it
 RENAMED = {  # former key → present key
     "train.importance_sampling": "train.importance_sampling_level",
@@ -292,7 +294,9 @@ def _sentence(error: ValidationError) -> str:
     if isinstance(value, tuple):  # a list, as it was typed
         value = ",".join(map(str, value))
     hint = ""
-    if first["type"] == "literal_error":
+    if first["type"] == "literal_error" and key in OF_SCHEMES:
+        hint = known.scheme_hint(str(value))
+    elif first["type"] == "literal_error":
         hint = _hint(str(value), re.findall(r"'([^']+)'", first["msg"]))
     return f"'{key}' is {value!r}{hint}, but {_allowed(first['msg'])}."
 

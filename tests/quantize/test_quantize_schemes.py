@@ -1,7 +1,6 @@
 """Every scheme of the core environment on a CPU: its bits and error, its settings, and the inputs that it refuses."""
 
 import json
-import re
 import shutil
 import sys
 from dataclasses import replace
@@ -228,25 +227,50 @@ def test_a_setting_that_a_scheme_ignores_is_reported_and_one_that_all_ignore_is_
     assert unheeded(("nf4", "int8", "fp8")) == []
     assert unheeded(("awq-ct", "gptq"), "quantize.bits", bits=8, symmetric=True) == []
     (warning,) = unheeded(("nf4", "gptq", "awq"), "quantize.bits", bits=8)
-    assert re.fullmatch(r"quantize\.bits = 8 .* nf4, awq; .* gptq .*\.", warning)
+    assert warning == "quantize.bits = 8 is for gptq; nf4 and awq have no such setting."
     for schemes, said in (
-        (("nf4", "gptq", "gptq-int3"), "only gptq and gptq-int3 use it"),
-        (("nf4", "gptq"), "only gptq uses it"),
-        (("nf4", "gptq", "rtn-int4", "rtn-int2"), "only gptq, rtn-int4 and rtn-int2 use it"),
+        (("nf4", "gptq", "gptq-int3"), "gptq and gptq-int3"),
+        (("nf4", "gptq"), "gptq"),
+        (("nf4", "gptq", "rtn-int4", "rtn-int2"), "gptq, rtn-int4 and rtn-int2"),
     ):
-        assert unheeded(schemes, group_size=64) == [f"quantize.group_size = 64 has no effect on nf4; {said}."]
+        assert unheeded(schemes, group_size=64) == [f"quantize.group_size = 64 is for {said}; nf4 has no such setting."]
     assert unheeded(("nf4",), group_size="auto") == []
     (warning,) = settings.unheeded(Quantize(group_size=64), ("nf4",), (), qat="int4")  # training has such groups too
-    assert warning.endswith("has no effect on nf4; only train.qat=int4 uses it.")
+    assert warning == "quantize.group_size = 64 is for train.qat=int4; nf4 has no such setting."
     rollouts, added = Quantize(calibration="rollouts"), ("rtn-int4", "rtn-nvfp4-a4")
     (warning,) = settings.unheeded(rollouts, ("nf4",), ("quantize.calibration",), beside=added)
-    assert re.fullmatch(r"quantize\.calibration = rollouts .* nf4; .* rtn-nvfp4-a4 .*\.", warning)
+    assert warning == "quantize.calibration = rollouts is for rtn-nvfp4-a4; nf4 has no such setting."
     for field, value in (("bits", 8), ("group_size", 32), ("symmetric", False), ("calibration", "rollouts")):
         for typed in ((), (f"quantize.{field}", "quantize.schemes")):  # set in the user's recipe, or as an option
             with pytest.raises(BadInput, match=rf"quantize\.{field} = {value} .* nf4, fp8: .* \(.*awq-ct"):
                 unheeded(("nf4", "fp8"), *typed, **{field: value})
         # A recipe made for other schemes than the ones that were typed.
         assert len(unheeded(("nf4", "fp8"), "quantize.schemes", **{field: value})) == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("int4", "gptq awq nf4"),
+        ("INT4", "gptq awq nf4"),
+        ("w4a16", "gptq awq nf4"),
+        ("bnb-4bit", "gptq awq nf4"),
+        ("q4_k_m", "gptq awq nf4"),
+        ("8bit", "int8 fp8 w8a8"),
+        ("int3", "gptq-int3"),
+        ("gptq_int3", "gptq-int3"),
+        ("fp4", "nvfp4a16 nvfp4 mxfp4a16"),
+        ("fp8-dynamic", "fp8"),
+        ("gtpq", "gptq"),
+        ("nf-4", "nf4"),
+        ("something", ""),
+    ],
+)
+def test_an_unknown_scheme_suggests_those_that_may_be_meant(word, meant):
+    assert names.similar_schemes(word) == tuple(meant.split())
+    with pytest.raises(BadInput, match=f"no scheme '{word}'") as refused:
+        settings.settings_of(word, Quantize(), 0)
+    assert all(f"'{scheme}'" in str(refused.value).partition(":")[0] for scheme in meant.split())
 
 
 @pytest.mark.parametrize("scheme", ["rtn-int4", "w8a16", "gptq"])

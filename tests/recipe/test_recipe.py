@@ -385,6 +385,7 @@ def test_what_auto_stands_for_depends_on_model_task_and_device():
     ("typed", "says"),
     [
         ({"quantize.schemes": "nf4,nf5"}, r"'nf5' \(did you mean 'nf4'\?\), but must be 'nf4'"),
+        ({"quantize.schemes": "nf4,int4"}, r"'int4' \(did you mean 'gptq', 'awq' or 'nf4'\?\), but must be 'nf4'"),
         ({"rollout.engine": "vlm"}, r"'vlm' \(did you mean 'vllm'\?\)"),
         ({"rollout.engine": "zzz"}, r"'zzz', but must be"),
     ],
