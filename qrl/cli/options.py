@@ -155,6 +155,7 @@ class RecipeCommand(click.Command):
             from qrl.study import environments
 
             environments.check_checkout(self.name)
+            environments.put_on_path()
         inherited = self._inherited(typed_options, overrides) if name == recipe.DEFAULT else {}
         if self.auto == "tiny" and not inherited:
             from qrl.study import auto

@@ -139,7 +139,10 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
             log({"quantize/layer_error": layer_error}, layer)
         reuse.record_outputs(models={"model": uri}, values={"digest": digest, "parent": source.digest})
 
-        size = f"{result.bytes / 1e6:.2f} MB, {result.bits_per_weight:.2f} bits a weight"
+        size = (
+            f"{result.bytes / 1e6:.2f} MB, {result.bits_per_parameter:.2f} bits a parameter, "
+            f"{result.bits_per_weight:.2f} a quantized weight"
+        )
         cost = f"error {result.layer_errors[-1]:.2g} after the last layer, {result.seconds:.1f} s"
         click.echo(f"      {name}: {size}, {cost}", err=True)
         return uri

@@ -208,6 +208,24 @@ def test_models_that_spinquant_would_spoil_are_refused(tmp_path):
         quantize.check_fit(tmp_path, chosen("spinquant"))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rounding_to_nearest_keeps_what_it_does_not_quantize_in_the_base_s_dtype(dtype, tiny_checkpoint, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(tiny_checkpoint, source)
+    for name in checkpoint.shards(source):
+        tensors = load_file(source / name)
+        save_file({key: tensor.to(getattr(torch, dtype)) for key, tensor in tensors.items()}, source / name)
+    result = quantize.run("rtn-int8", source, tmp_path / "out")
+    originals = dict(checkpoint.tensors(source))
+    kept = [name for name in checkpoint.entries(result.path) if name in originals]
+    assert any("embed_tokens" in name for name in kept) and any("norm" in name for name in kept)
+    for name, tensor in checkpoint.tensors(result.path, kept):
+        if tensor.is_floating_point():
+            assert tensor.dtype is getattr(torch, dtype), name
+            assert torch.equal(tensor, originals[name]), name
+    assert json.loads((result.path / "config.json").read_text())["dtype"] == dtype
+
+
 def test_autoround_stays_nearer_than_rounding_to_nearest(made, tiny_checkpoint, tmp_path):
     nearest = quantize.run("rtn-int4", tiny_checkpoint, tmp_path / "out", probe=TEXTS)
     assert made["autoround"].layer_errors[-1] < nearest.layer_errors[-1]  # on the texts that it was fitted to
