@@ -93,8 +93,8 @@ def run(
         if other_base:
             limit_text = f"{limit:g}, a hundredth of merge.max_kl, since the base is another one than in training"
             reason = (
-                f"The adapter was trained over the base in {over.storage} and corrects its errors: merge it into that "
-                "base, with merge.into = auto."
+                f"The adapter was trained over the base in {over.storage} and corrects its errors: leave merge.into at "
+                "auto."
             )
         raise QrlError(
             f"The merged model answers differently from the trained one: their KL is {kl:.2g} nats per token, and at "
