@@ -371,7 +371,7 @@ def _parts(source: pd.DataFrame | Rows | str | Path) -> Iterator[tuple[dict[str,
         rows = [_fields(f"row {number}", row) for number, row in enumerate(source, 1)]
         yield {}, "The list", _numbered("row", rows)
         return
-    table = getattr(source, "frame", source)  # graded answers have their table there
+    table: Any = getattr(source, "frame", source)  # graded answers have their table there
     if not hasattr(table, "to_dict"):
         raise BadInput(f"A {type(table).__name__} is no table: give a frame, a list of rows, or the path of a file.")
     _check_columns("The table", list(map(str, table.columns)))

@@ -30,14 +30,11 @@ def question(name: str, location: str, row: dict[str, Any]) -> Question:
     Raises:
         BadInput: a field is missing, or the answer is neither; `location` names the row.
     """
-    asked, answer = row.get("question"), row.get("answer")
+    answer = row.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         answer = str(answer)
-    for key, value in (("question", asked), ("answer", answer)):
-        if not isinstance(value, str) or not value.strip():
-            raise BadInput(f"{location}: '{key}' is missing or not a text: each row needs 'question' and 'answer'.")
-
-    solution = CALCULATOR.sub("", answer).strip()
+    question_text = _text(location, "question", row.get("question"))
+    solution = CALCULATOR.sub("", _text(location, "answer", answer)).strip()
     number = gold_number(solution)
     is_worked = "####" in solution
     if number is None or ("\n" in solution and not is_worked):  # reasoning without its last line states no answer
@@ -47,4 +44,11 @@ def question(name: str, location: str, row: dict[str, Any]) -> Question:
         )
     if not is_worked:
         solution = f"#### {text(number)}"
-    return Question(name, asked.strip(), solution, text(number))
+    return Question(name, question_text.strip(), solution, text(number))
+
+
+def _text(location: str, key: str, value: object) -> str:
+    """Return a field's text; raise BadInput if it is missing, empty or something else."""
+    if not isinstance(value, str) or not value.strip():
+        raise BadInput(f"{location}: '{key}' is missing or not a text: each row needs 'question' and 'answer'.")
+    return value
