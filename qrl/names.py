@@ -1,5 +1,7 @@
 """Names that users and other tools rely on: variants, schemes, stages, metrics, tags, artifacts."""
 
+import difflib
+import re
 from collections.abc import Iterable
 
 # Variants: which training made the weights.
@@ -44,6 +46,8 @@ ROUNDED = tuple(f"{ROUNDED_PREFIX}{name}" for name in (*FORMATS, "file"))
 RTN_FILE = ROUNDED[-1]  # in the format of a file, quantize.format
 QUANTIZED_SCHEMES = (*BITSANDBYTES, AWQ, *COMPRESSED, *ROUNDED)
 SCHEMES = (FULL, *QUANTIZED_SCHEMES)
+_BY_BITS = {"4": (GPTQ, AWQ, NF4), "8": (INT8, FP8, W8A8), "3": (GPTQ_INT3,), "2": (GPTQ_INT2,)}  # the usual ones
+_BY_NUMBERS = {"fp4": (NVFP4A16, NVFP4, MXFP4A16), "w4a4": (NVFP4,), "w8a8": (W8A8, FP8), "fp8": (FP8,), "e4m3": (FP8,)}
 STORED_AS = {  # scheme → quant_method in config.json
     FULL: None,
     **dict.fromkeys(BITSANDBYTES, "bitsandbytes"),
@@ -81,6 +85,36 @@ TAG_ANSWERS_KEY = "qrl.answers_key"  # what a cell's answers depend on: its cach
 TAG_UNHEALTHY = "qrl.unhealthy"  # which limits quantization made a cell break: it counts, and no gate lets it pass
 TAG_WATCH = "qrl.watch."  # and a watcher's name: its warning in a training run
 TAG_STOPPED = "qrl.stopped"  # the watcher that ended a training early, and the step
+
+
+def similar_schemes(word: str) -> tuple[str, ...]:
+    """Return the schemes that somebody may mean by a word that names none, the likeliest first: `int4`, `bnb-8bit`.
+
+    They are the one that is spelled much alike, with the same digits, or else the usual ones with as many bits.
+    """
+    typed = word.lower()
+    digits = re.findall(r"\d+", typed)
+    same_digits = [scheme for scheme in QUANTIZED_SCHEMES if re.findall(r"\d+", scheme) == digits]
+    misspelled = difflib.get_close_matches(typed, same_digits, n=1, cutoff=0.8)
+    if misspelled:
+        return tuple(misspelled)
+    for part, schemes in _BY_NUMBERS.items():
+        if part in typed:
+            return schemes
+    for number in digits:
+        if number in _BY_BITS:
+            return _BY_BITS[number]
+    return tuple(difflib.get_close_matches(typed, QUANTIZED_SCHEMES, n=1))
+
+
+def scheme_hint(word: str) -> str:
+    """Return a clause that names the schemes that a word may mean; empty if there is none."""
+    schemes = [f"'{scheme}'" for scheme in similar_schemes(word)]
+    if not schemes:
+        return ""
+    *others, last = schemes
+    listed = f"{', '.join(others)} or {last}" if others else last
+    return f" (did you mean {listed}?)"
 
 
 def in_metric(*labels: str) -> str:

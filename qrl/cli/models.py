@@ -107,17 +107,20 @@ def benchmark_command(
 
 
 @click.command("history", cls=RecipeCommand, first=("model", "registered_name"))
-@option("--stage", required=True, metavar="base|grpo|awq", help="A stage of the model, Staging or Production.")
+@option("--stage", metavar="base|grpo|awq", help="A stage of the model, Staging or Production. [default: all]")
 @option("--at", metavar="DATE", help="Show which version held it at the end of that day, or at a time, in UTC.")
 @click.pass_obj
-def history_command(typed: Typed, settings, stage: str, at: str | None) -> None:
-    """Show every decision on a stage, or what held it on a day.
+def history_command(typed: Typed, settings, stage: str | None, at: str | None) -> None:
+    """Show every decision on a model's stages, or what held them on a day.
 
     A decision has who made it, when, on which run and with which bounds.
     """
+    from qrl import recipe
     from qrl.steps import history
 
-    history.show(settings, stage, at)
+    names_model = {"model", "registered_name"} & typed.overrides.keys()
+    names_recipe = typed.overrides["recipe"] != recipe.DEFAULT
+    history.show(settings, stage, at, is_chosen=bool(names_model or names_recipe))
 
 
 COMMANDS = (promote_command, history_command, serve_command, benchmark_command)

@@ -155,6 +155,7 @@ class RecipeCommand(click.Command):
             from qrl.study import environments
 
             environments.check_checkout(self.name)
+            environments.put_on_path()
         if name != recipe.DEFAULT and "model" in overrides:
             from qrl.study import fit
 

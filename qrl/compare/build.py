@@ -14,12 +14,13 @@ from qrl.compare.printable import PrintableComparison
 from qrl.compare.read import read_questions
 from qrl.compare.validate import check_grid, engine, full_with_dtype, unusual_groups
 from qrl.errors import BadInput
+from qrl.files import tables
 
 _LARGEST_N = 10**15  # questions of counts: beyond, floats leave out whole numbers
 
 
 def compare(
-    data: pd.DataFrame | str | Path | Mapping[str, Any],
+    data: pd.DataFrame | tables.Rows | str | Path | Mapping[str, Any],
     *,
     columns: Mapping[str, str] | None = None,
     where: Mapping[str, str] | None = None,
@@ -30,8 +31,8 @@ def compare(
     """Compare cells: every variant with `base`, every scheme with full precision.
 
     Args:
-        data: a row per cell and question, as a frame, a file or files per cell (`VARIANT:SCHEME=FILE,…`), with the
-            columns of `from_questions`; or counts alone, as for `from_counts`.
+        data: a row per cell and question, as a frame, a list of dicts, a file or files per cell
+            (`VARIANT:SCHEME=FILE,…`), with the columns of `from_questions`; or counts alone, as for `from_counts`.
         columns: our name of a column → its name in the data, such as {"correct": "exact_match"}.
         where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
         reference: the data's name for full precision, such as "bf16"; None if it is "full".

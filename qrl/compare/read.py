@@ -14,7 +14,7 @@ from qrl.files import reading, tables
 
 
 def read_questions(
-    source: pd.DataFrame | str | Path,
+    source: pd.DataFrame | tables.Rows | str | Path,
     *,
     columns: Mapping[str, str] | None = None,
     where: Mapping[str, str] | None = None,
@@ -24,7 +24,7 @@ def read_questions(
     """Return a row per cell and question, with our names for columns and for full precision.
 
     Args:
-        source: a frame, a file (parquet, CSV, JSON, JSONL), or `VARIANT:SCHEME=FILE,…`.
+        source: a frame, a list of rows, a file (parquet, CSV, JSON, JSONL), or `VARIANT:SCHEME=FILE,…`.
         columns: our name of a column → its name in the table, such as {"correct": "exact_match"}.
         where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
         reference: the table's name for the scheme `full`; it is shown as a dtype, `full (bf16)`.

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 Row = tuple[str, dict[str, Any]]  # where it is, for errors, and its fields
+Rows = Sequence[Mapping[str, Any]]  # a table as Python has it: a mapping per row
 EXTENSIONS = (".parquet", ".csv", ".json", ".jsonl")
 CELL = re.compile(r"([^:=,]+):([^:=,]+)=(.+)")
 ROW = "qrl.row"  # a column of `read_columns`: the number of a row, counted over all files
@@ -286,12 +287,15 @@ def _unpacked_bytes(column: pa.Array) -> int:
 
 
 def read_rows(
-    source: pd.DataFrame | str | Path, columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
+    source: pd.DataFrame | Rows | str | Path,
+    columns: Mapping[str, str] | None = None,
+    where: Mapping[str, str] | None = None,
 ) -> list[Row]:
     """Return a table's rows, each with where it stands.
 
     Args:
-        source: a frame, a file, or `VARIANT:SCHEME=FILE,…`, whose rows get the columns `variant` and `scheme`.
+        source: a frame, a list of rows, a file, or `VARIANT:SCHEME=FILE,…`, whose rows get the columns `variant` and
+            `scheme`.
         columns: our name of a column → its name in the table.
         where: column → the value of the rows to keep, such as {"filter": "strict-match"}.
 
@@ -335,7 +339,9 @@ def _matching(name: str, rows: Sequence[Row], column: str, value: str) -> list[R
 
 
 def read_frame(
-    source: pd.DataFrame | str | Path, columns: Mapping[str, str] | None = None, where: Mapping[str, str] | None = None
+    source: pd.DataFrame | Rows | str | Path,
+    columns: Mapping[str, str] | None = None,
+    where: Mapping[str, str] | None = None,
 ) -> pd.DataFrame:
     """Return the same table as a frame; empty texts are missing values. Arguments and errors as for `records`."""
     table = as_frame([row for _, row in read_rows(source, columns, where)])
@@ -355,17 +361,28 @@ def as_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
         return pd.DataFrame([{valid(key): valid(value) for key, value in row.items()} for row in rows])
 
 
-def _parts(source: pd.DataFrame | str | Path) -> Iterator[tuple[dict[str, str], str, list[Row]]]:
-    """Yield each file's labels, name and rows; a frame and a single file have no labels."""
+def _parts(source: pd.DataFrame | Rows | str | Path) -> Iterator[tuple[dict[str, str], str, list[Row]]]:
+    """Yield each file's labels, name and rows; a frame, a list of rows and a single file have no labels."""
     if isinstance(source, str | Path):
         for labels, path in files_of(str(source)):
             yield labels, path, list(_rows(Path(path)))
         return
-    table = getattr(source, "frame", source)  # graded answers have their table there
+    if isinstance(source, list | tuple):
+        rows = [_fields(f"row {number}", row) for number, row in enumerate(source, 1)]
+        yield {}, "The list", _numbered("row", rows)
+        return
+    table: Any = getattr(source, "frame", source)  # graded answers have their table there
     if not hasattr(table, "to_dict"):
-        raise BadInput(f"A {type(table).__name__} is no table: give a frame, or the path of a file.")
+        raise BadInput(f"A {type(table).__name__} is no table: give a frame, a list of rows, or the path of a file.")
     _check_columns("The table", list(map(str, table.columns)))
     yield {}, "The table", _numbered("row", table.to_dict("records"))
+
+
+def _fields(location: str, row: Any) -> dict[str, Any]:
+    """Return a row's fields by the names of their columns; raise BadInput if it is something else than a mapping."""
+    if not isinstance(row, Mapping):
+        raise BadInput(f"{location} of the list is a {type(row).__name__}: expected a dict with a value per column.")
+    return {str(column): value for column, value in row.items()}
 
 
 def join(files: Sequence[str | Path], out: Path, change: Mapping[str, Callable[[str], str]]) -> None:

@@ -67,7 +67,8 @@ def _compressed(oneshot: Callable, source: Path, settings: Settings, rows: Seque
 def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence) -> PreTrainedModel:
     """Round to nearest in a format of `train.qat`, in float32, as training does with its masters.
 
-    Training stores the scales of NVFP4's activations with its masters; `rows` calibrate them where it did not.
+    What is not quantized keeps the source's dtype. Training stores the scales of NVFP4's activations with its masters;
+    `rows` calibrate them where it did not.
     """
     from compressed_tensors.offload import update_offload_parameter
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -81,12 +82,12 @@ def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence
     trained_scales = linears.read_activation_scales(source) if has_input_scales else None
     if has_input_scales and trained_scales is None:
         oneshot(model=model, recipe=recipe, dataset=_batches(rows))
-        return model
-
-    oneshot(model=model, recipe=recipe, pipeline="datafree")
-    for path, scale in (trained_scales or {}).items():
-        linear = model.get_submodule(path)  # offloaded on a GPU, where reading a parameter gives a copy
-        update_offload_parameter(linear, "input_global_scale", torch.full_like(linear.input_global_scale, scale))
+    else:
+        oneshot(model=model, recipe=recipe, pipeline="datafree")
+        for path, scale in (trained_scales or {}).items():
+            linear = model.get_submodule(path)  # offloaded on a GPU, where reading a parameter gives a copy
+            update_offload_parameter(linear, "input_global_scale", torch.full_like(linear.input_global_scale, scale))
+    _cast_unquantized(model, getattr(torch, checkpoint.main_dtype(checkpoint.entries(source))))
     return model
 
 
@@ -181,6 +182,19 @@ def _batches(rows: Sequence[Sequence[int]], size: int = BATCH):
     ids = map(torch.tensor, rows)
     samples = [{"input_ids": row, "attention_mask": torch.ones(len(row), dtype=torch.long)} for row in ids]
     return torch.utils.data.DataLoader(samples, batch_size=size)
+
+
+def _cast_unquantized(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Convert what no linear quantizes to the checkpoint's dtype: embeddings, norms, the head, and biases.
+
+    Quantized weights and their scales stay in float32 until they are stored as codes, which are those of training.
+    """
+    for module in model.modules():
+        is_quantized = hasattr(module, "quantization_scheme")
+        for name, tensor in module.named_parameters(recurse=False):
+            if tensor.dtype is torch.float32 and (not is_quantized or name == "bias"):
+                tensor.data = tensor.data.to(dtype)
+    model.config.dtype = dtype
 
 
 def _cast(model: torch.nn.Module, dtype: torch.dtype) -> None:

@@ -120,7 +120,8 @@ def settings_of(scheme: str, recipe: Quantize, seed: int) -> Settings:
     """
     if scheme not in names.QUANTIZED_SCHEMES:
         raise BadInput(
-            f"There is no scheme '{scheme}' to quantize to: expected one of {', '.join(names.QUANTIZED_SCHEMES)}."
+            f"There is no scheme '{scheme}' to quantize to{names.scheme_hint(scheme)}: expected one of "
+            f"{', '.join(names.QUANTIZED_SCHEMES)}."
         )
     # A command may name a scheme that is not one of the recipe's.
     rules.check(Recipe(quantize=recipe.model_copy(update={"schemes": (scheme,)})), rules.QUANTIZING)
@@ -167,17 +168,19 @@ def unheeded(
         ignoring = [scheme for scheme in schemes if scheme not in users]
         if value == Quantize.model_fields[name].default or not ignoring:
             continue
-        ignored_by = ignoring
-        if name == "group_size":
-            ignored_by = [_with_fixed_group(scheme) for scheme in ignoring]
-        sentence = f"{key} = {value} has no effect on {', '.join(ignored_by)}"
         using = [scheme for scheme in (*schemes, *beside) if scheme in users]
         if name == "group_size" and qat in names.GROUPED_FORMATS:
             using.append(f"train.qat={qat}")
         if not using and (key in typed or "quantize.schemes" not in typed):
-            raise BadInput(f"{sentence}: leave it out, or add a scheme that uses it ({', '.join(users)}).")
-        others = f"only {_and(using)} {'uses' if len(using) == 1 else 'use'} it" if using else ""
-        warnings.append(f"{sentence}; {others or 'and no other scheme is quantized'}.")
+            raise BadInput(
+                f"{key} = {value} has no effect on {', '.join(ignoring)}: leave it out, or add a scheme that uses it "
+                f"({', '.join(users)})."
+            )
+        ignored_by = ignoring
+        if name == "group_size":
+            ignored_by = [_with_fixed_group(scheme) for scheme in ignoring]
+        subject = f"{_and(ignored_by)} {'has' if len(ignoring) == 1 else 'have'}"
+        warnings.append(f"{key} = {value} is for {_and(using) or 'other schemes'}; {subject} no such setting.")
     return warnings
 
 
@@ -188,7 +191,7 @@ def _with_fixed_group(scheme: str) -> str:
 
 
 def _and(words: Sequence[str]) -> str:
-    """Return words as a list in a sentence: `a`, `a and b`, `a, b and c`."""
-    if len(words) == 1:
-        return words[0]
+    """Return words as a list in a sentence: `a`, `a and b`, `a, b and c`; empty without words."""
+    if len(words) < 2:
+        return "".join(words)
     return f"{', '.join(words[:-1])} and {words[-1]}"

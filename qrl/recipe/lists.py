@@ -58,7 +58,7 @@ def parse_cell(text: str) -> tuple[str, str]:
     scheme = names.scheme(typed_scheme)
     if names.stored(scheme) not in names.SCHEMES:
         expected = f"expected one of {', '.join(names.SCHEMES)}, under vLLM perhaps with {names.KV_FP8} at its end"
-        raise BadInput(f"There is no scheme '{typed_scheme}': {expected}.")
+        raise BadInput(f"There is no scheme '{typed_scheme}'{names.scheme_hint(typed_scheme)}: {expected}.")
     return check_variant(variant), scheme
 
 

@@ -16,16 +16,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ValidationError
 
+from qrl import names as known
 from qrl.errors import BadInput
 from qrl.files import reading
 from qrl.recipe import documents, prompts
 from qrl.recipe.base import Section
 from qrl.recipe.sections import Recipe, as_text
+from qrl.recipe.training import rate_of_other_method
 
 NAMED = Path(__file__).parent / "named"  # a YAML file per recipe
 DEFAULT = "auto"  # no recipe is named: the one that `default` returns
 EXTENDS = "extends"
+OF_SCHEMES = ("quantize.schemes", "evaluate.kv_fp8")  # keys of lists of schemes
 MACHINE = "machine"  # `gpu` in a recipe sized for one, `any` in others; recipes that extend it inherit it
+_METHOD, _RATE = "train.method", "train.learning_rate"
 RENAMED = {  # former key → present key
     "train.importance_sampling": "train.importance_sampling_level",
     "train.iterations": "train.num_iterations",
@@ -78,7 +82,7 @@ def load(name_or_path: str = DEFAULT, overrides: Mapping[str, str] | None = None
     """
     overrides = overrides or {}
     values = _read(_path(default(overrides) if name_or_path == DEFAULT else name_or_path))
-    return _validated(values | {key: _typed(key, text) for key, text in overrides.items()})
+    return _validated(_laid_over(values, {key: _typed(key, text) for key, text in overrides.items()}))
 
 
 def stored(path: Path, params: Mapping[str, str] | None = None) -> Recipe:
@@ -195,7 +199,8 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
     `extending` holds the files that led to this one by `extends`.
     """
     document = documents.parse(path, f"Recipe {path}")
-    values = _parent(document.pop(EXTENDS, None), path, (*extending, path.resolve()))
+    parent_values = _parent(document.pop(EXTENDS, None), path, (*extending, path.resolve()))
+    values: dict[str, Any] = {}
     for key, value in document.items():
         if key == MACHINE and value not in ("gpu", "any"):
             raise BadInput(f"Recipe {path} says {MACHINE}: {value!r}, but gpu or any was expected.")
@@ -212,7 +217,25 @@ def _read(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
                 values[f"{key}.{name}"] = _value(f"{key}.{name}", inner)
         else:
             raise BadInput(f"'{key}' is a section of the recipe, but its value is {value!r}: write its keys below it.")
-    return values
+    return _laid_over(parent_values, values)
+
+
+def _laid_over(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with changes on top, by dotted key.
+
+    A learning rate is for all weights or for an adapter: if the changes switch between the two and set none, the
+    other's is converted, or left to the default.
+    """
+    combined = {**values, **changes}
+    was_adapter = values.get(_METHOD, "full") != "full"
+    is_adapter = combined.get(_METHOD, "full") != "full"
+    if was_adapter == is_adapter or _RATE in changes or _RATE not in values:
+        return combined
+    try:
+        rate = float(values[_RATE])
+    except (TypeError, ValueError):  # which pydantic refuses
+        return combined
+    return combined | {_RATE: rate_of_other_method(rate, is_adapter=is_adapter)}
 
 
 def _parent(extends: object, path: Path, chain: tuple[Path, ...]) -> dict:
@@ -294,7 +317,9 @@ def _sentence(error: ValidationError) -> str:
     if isinstance(value, tuple):  # a list, as it was typed
         value = ",".join(map(str, value))
     hint = ""
-    if first["type"] == "literal_error":
+    if first["type"] == "literal_error" and key in OF_SCHEMES:
+        hint = known.scheme_hint(str(value))
+    elif first["type"] == "literal_error":
         hint = _hint(str(value), re.findall(r"'([^']+)'", first["msg"]))
     return f"'{key}' is {value!r}{hint}, but {_allowed(first['msg'])}."
 

@@ -151,6 +151,17 @@ def version_of(name: str, number: int) -> ModelVersion | None:
     return next(iter(versions_of(name, f" and version_number = {number}", 1)), None)
 
 
+def decided_models() -> list[str]:
+    """Return the names of the registered models that have a record of decisions, sorted."""
+    client = MlflowClient()
+    page = client.search_registered_models()
+    models = list(page)
+    while page.token:
+        page = client.search_registered_models(page_token=page.token)
+        models += page
+    return sorted(model.name for model in models if names.TAG_HISTORY in model.tags)
+
+
 def model_of(name: str, *, make: bool = False) -> RegisteredModel | None:
     """Return a registered model as MLflow has it, with its tags and aliases; None if there is none of this name.
 

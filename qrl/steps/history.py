@@ -7,36 +7,63 @@ import click
 from qrl import process, registry
 from qrl.errors import BadInput
 from qrl.recipe import Recipe
-from qrl.registry import pointers
+from qrl.registry import pointers, versions
 from qrl.registry.history import ADOPT, MIRRORED, PROMOTE, ROLLBACK, USUAL, History, Record, standing_decision
 from qrl.tracking import store
 
 
-def show(recipe: Recipe, stage: str, day: str | None) -> None:
-    """Print the decisions on a stage, or which version held it at a day's end; `day` is as `at` accepts it."""
-    name = registry.registered_name(recipe)
+def show(recipe: Recipe, stage: str | None, day: str | None, *, is_chosen: bool = True) -> None:
+    """Print the decisions on a stage, or which version held it at a day's end.
+
+    Args:
+        recipe: its model's history is shown.
+        stage: as for `at`; None for all stages of the model.
+        day: as for `at`; None for every decision.
+        is_chosen: whether the user named the model; else the store's only one with decisions is shown, if the recipe's
+            has none.
+
+    Raises:
+        BadInput: the model has no decision, or no such stage.
+    """
     store.check_there()
     store.prepare()
-    history = pointers.current(name)
-    if not history.records:
-        remedy = f"a study makes some, and so does `{process.command('promote', {})}`"
-        raise BadInput(f"There is no decision on '{name}' yet: {remedy}; --registered_name chooses another model.")
-    own_stage = history.state.behind(stage)
+    history = _history_of(registry.registered_name(recipe), is_chosen=is_chosen)
     stages = USUAL | history.state.stages
-    if own_stage not in stages:
+    own_stage = history.state.behind(stage) if stage else None
+    if own_stage and own_stage not in stages:
         raise BadInput(f"There is no stage '{stage}': expected one of {', '.join([*stages, *MIRRORED])}.")
 
     if day:
-        click.echo(at(history, stage, day))
+        shown_stages = [stage] if stage else list(history.state.stages or USUAL)
+        click.echo("\n".join(at(history, shown_stage, day) for shown_stage in shown_stages))
         return
 
     # Gates that decided before there was a record have no number; they are older than everything in it.
     unnumbered = [record for record in history.gates() if not record.number]
-    decisions = [record for record in (*unnumbered, *history.records) if record.stage in ("", own_stage)]
+    decisions = [*unnumbered, *history.records]
+    if own_stage:
+        decisions = [record for record in decisions if record.stage in ("", own_stage)]
+    subject = f"stage {own_stage}" if own_stage else "all stages"
     count = f"{len(decisions)} decision{'s' * (len(decisions) != 1)}"
-    click.echo(f"{name}, stage {own_stage}: {count}, in run {history.run_id or 'none yet'}.")
+    click.echo(f"{history.name}, {subject}: {count}, in run {history.run_id or 'none yet'}.")
     for record in decisions:
         click.echo(_described(record))
+
+
+def _history_of(name: str, *, is_chosen: bool) -> History:
+    """Return the history of a model with decisions: of this one, or if it was not chosen, of the store's only one."""
+    history = pointers.current(name)
+    if history.records:
+        return history
+    decided_models = versions.decided_models()
+    if len(decided_models) == 1 and not is_chosen:
+        return pointers.current(decided_models[0])
+    if decided_models:
+        listed = ", ".join(decided_models)
+        remedy = f"the models with decisions here are {listed}: name one with --registered_name, or its recipe"
+    else:
+        remedy = f"a study makes some, and so does `{process.command('promote', {})}`"
+    raise BadInput(f"There is no decision on '{name}' yet; {remedy}.")
 
 
 def at(history: History, stage: str, day: str) -> str:

@@ -56,7 +56,11 @@ def print_evaluated(recipe: Recipe, models: Mapping[str, str], run_ids: Mapping[
     if comparable_run_ids:
         _print(result, "compare", {"cells": ",".join(comparable_run_ids.values())})
     elif base in run_ids:
-        _print(result, "promote", {"stage": names.BASE, "cell": run_ids[base]})
+        refusal = _refusal(recipe, cells.read(run_ids[base]))
+        if refusal:
+            _print_result(f"{result}\n{refusal}")
+        else:
+            _print(result, "promote", {"stage": names.BASE, "cell": run_ids[base]})
     else:
         _print(result, "evaluate", {"cells": _listed({base: recipe.model, **models})})
 
@@ -81,16 +85,37 @@ def comparable_cells(run_ids: Mapping[str, str]) -> dict[str, str]:
 
 def print_compared(recipe: Recipe, run_ids: Sequence[str]) -> None:
     """Promote next the cells that have a stage, by the runs of their evaluations; under several seeds, the first."""
-    run_of_cell = {}
+    evaluated = {}
     for run_id in reversed(run_ids):
         with contextlib.suppress(BadInput):  # rows that somebody else logged
             cell = cells.read(run_id)
-            run_of_cell[f"{cell.variant}:{cell.scheme}"] = run_id
+            evaluated[f"{cell.variant}:{cell.scheme}"] = cell
 
-    cell_of_stage = {stage.stage: stage.cell for stage in recipe.promote.declared}
-    run_of_stage = {stage: run_of_cell[cell] for stage, cell in cell_of_stage.items() if cell in run_of_cell}
+    run_of_stage = {}
+    for stage in recipe.promote.declared:
+        cell = evaluated.get(stage.cell)
+        if cell is None:
+            continue
+        refusal = _refusal(recipe, cell)
+        if refusal:  # later stages are made from this one
+            _print_result(f"Stage {stage.stage} is out of reach. {refusal}")
+            break
+        run_of_stage[stage.stage] = cell.run_id
     if run_of_stage:
         _print("", "promote", {"stage": ",".join(run_of_stage), "cell": ",".join(run_of_stage.values())})
+
+
+def _refusal(recipe: Recipe, cell: cells.Evaluated) -> str:
+    """Return why every gate must refuse a cell, whatever it is compared with; empty if none must."""
+    label = names.cell_name(cell.variant, cell.scheme)
+    if cell.n < recipe.promote.min_n:
+        return (
+            f"{label} answered {cell.n} questions, and gates admit no cell with fewer than {recipe.promote.min_n} "
+            "(promote.min_n): evaluate it with a larger evaluate.n to promote it."
+        )
+    if cell.broken or cell.unhealthy:
+        return f"{label} is not healthy, and gates admit no such cell: see the limits of health that it broke."
+    return ""
 
 
 def print_promoted(name: str, stage: str) -> None:
@@ -108,6 +133,11 @@ def serve_options(name: str, stage: str) -> dict[str, str]:
 
 def _listed(models: Mapping[str, str]) -> str:
     return ",".join(f"{label}={address}" for label, address in models.items())
+
+
+def _print_result(result: str) -> None:
+    if not runs.is_launched():
+        click.echo(result)
 
 
 def _print(result: str, step: str, options: Mapping[str, str]) -> None:

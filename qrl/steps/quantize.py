@@ -142,8 +142,13 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
             contents.log_scores({"quantize/logit_error": result.logit_error}, model_uri=uri)
         reuse.record_outputs(models={"model": uri}, values={"digest": digest, "parent": source.digest})
 
-        size = f"{result.bytes / 1e6:.2f} MB, {result.bits_per_weight:.2f} bits a weight"
-        errors = f"error {result.layer_errors[-1]:.2g} after the last layer, {result.logit_error:.2g} of logits"
+        size = (
+            f"{result.bytes / 1e6:.2f} MB, {result.bits_per_parameter:.2f} bits a parameter, "
+            f"{result.bits_per_weight:.2f} a quantized weight"
+        )
+        errors = f"error {result.layer_errors[-1]:.2g} after the last layer"
+        if result.logit_error is not None:
+            errors += f", {result.logit_error:.2g} of logits"
         cost = f"{errors}, {result.seconds:.1f} s"
         click.echo(f"      {name}: {size}, {cost}", err=True)
         return uri

@@ -139,7 +139,8 @@ def announce(recipe: Recipe, name: str = "") -> None:
     """
     schemes = recipe.quantize.schemes
     cells = 2 * (1 + len(schemes) + len(recipe.evaluate.kv_fp8))
-    steps = f"train, quantize ({', '.join(schemes)}), evaluate {cells} cells, diagnose, compare, promote"
+    adapter = f" ({recipe.train.method}, learning rate {recipe.train.learning_rate:g})" if recipe.train.adapter else ""
+    steps = f"train{adapter}, quantize ({', '.join(schemes)}), evaluate {cells} cells, diagnose, compare, promote"
     by_recipe = f" by recipe {name}" if name else ""
     shipped_study = recipes.load("tiny", {"seed": str(recipe.seed)})  # the only one with a time that was measured
     time = ", about 4 minutes on two cores" if recipe == shipped_study else ""

@@ -4,10 +4,12 @@
 runs the same entry point again in the project that has it. Bad input is therefore refused before that.
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +19,9 @@ from qrl.study.build import PLACE
 from qrl.study.launch import DryRun, Launcher, launch, local_path, variables
 from qrl.tracking import projects
 from qrl.tracking.keys import ROOT
+from qrl.workspace import write_atomically
+
+PATH_FILE = "qrl-checkout.pth"  # in an environment: the checkout whose package is imported there
 
 
 def check_reachable(step: str, folder: Path | None) -> None:
@@ -85,6 +90,23 @@ def check_checkout(step: str) -> None:
             f"qrl is installed in {ROOT}: clone the project and run `python -m qrl {step}` in its folder, or install "
             "it from there with `pip install -e .`."
         )
+
+
+def put_on_path() -> None:
+    """Let `import qrl` work from any folder in an environment that MLflow built; it holds third-party packages alone.
+
+    Checkouts with equal requirements share an environment: there, the one that ran last is found from other folders.
+    In a checkout's own folder Python finds that one first. Environments that somebody else made stay as they are.
+    """
+    packages = Path(sysconfig.get_path("purelib"))
+    is_installed = any(packages.glob("qrl-*.dist-info"))
+    if is_installed or sys.prefix == sys.base_prefix or not Path(sys.prefix).name.startswith("mlflow-"):
+        return
+    path_file = packages / PATH_FILE
+    with contextlib.suppress(OSError):  # of another user, say: nothing that runs needs the file
+        if not path_file.is_file() or path_file.read_text() != f"{ROOT}\n":
+            with write_atomically(path_file) as partial:
+                partial.write_text(f"{ROOT}\n")
 
 
 def hand_over(folder: Path, step: str, parameters: dict[str, str]) -> None:

@@ -106,8 +106,9 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
     """
     from qrl import registry
 
+    gates = page.gates(recipe, launcher, refused)
     with workspace("study", shared=True) as folder:
-        page.write(folder / names.REPORT, recipe, launcher, page.gates(recipe, launcher, refused))
+        page.write(folder / names.REPORT, recipe, launcher, gates)
         contents.log_folder(folder)
     contents.log_scores({"study/seconds": seconds, "study/outside_steps_s": seconds - launcher.seconds})
 
@@ -129,6 +130,12 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
             f"Serve       {process.command('serve', outcome.serve_options(name, stage))}",
         ]
     lines.append(f"Took        {seconds:.0f} s, {launcher.seconds:.0f} s of it in the steps that ran")
+    lines += [f"Decided     {gate.stage} {gate.decision}: {gate.reason}" for gate in gates]
+    if refused:
+        lines.append(
+            "The study is complete, and its results stand. Since a gate refused a stage, it ends with exit code 3, "
+            "which MLflow calls failed."
+        )
     click.echo("\n".join(lines))
 
 

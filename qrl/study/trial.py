@@ -147,6 +147,11 @@ def objections(trial: Trial, recipe: Recipe) -> list[str]:
         f"The base answers none of {n} held-out questions correctly ({counts}), so GRPO has no right answer to "
         "reinforce: use a stronger model, easier questions, another prompt or a larger evaluate.max_new_tokens."
     )
+    if right_elsewhere:
+        no_right_answer += (
+            " A chat model that answers in a form of its own, such as 26 + 13 = 39, needs a task that reads this form: "
+            'a file of 15 lines with a prompt of its own ("A model that answers in its own form" in qrl/tasks/own.md).'
+        )
     return [no_right_answer, *sentences]
 
 

@@ -62,7 +62,7 @@ class Graded:
 
 
 def grade(
-    data: pd.DataFrame | str | Path,
+    data: pd.DataFrame | tables.Rows | str | Path,
     task: str,
     *,
     columns: Mapping[str, str] | None = None,
@@ -71,7 +71,8 @@ def grade(
     """Return a verdict on each completion.
 
     Args:
-        data: rows with `completion` and `answer`: a frame, a file, or files per cell (`VARIANT:SCHEME=FILE,…`).
+        data: rows with `completion` and `answer`: a frame, a list of dicts, a file, or files per cell
+            (`VARIANT:SCHEME=FILE,…`).
         task: the task with the grader to use, or a task file.
         columns: our name of a column → its name in the data, such as {"completion": "output"}.
         max_grader_fault_rate: largest share of completions on which the grader may fail; None: as for `evaluate`.
@@ -88,7 +89,7 @@ def grade(
     return graded
 
 
-def _graded_rows(data: pd.DataFrame | str | Path, task: str, columns: Mapping[str, str] | None) -> Graded:
+def _graded_rows(data: pd.DataFrame | tables.Rows | str | Path, task: str, columns: Mapping[str, str] | None) -> Graded:
     tasks.check_task(task)
     rows = tables.read_rows(data, columns)
     for location, row in rows:
@@ -170,6 +171,9 @@ def grade_file(
             "question=id, or give a file per cell, VARIANT:SCHEME=FILE,…"
         )
         return f"{rates}\n{hint}"
+    obstacle = _obstacle_to_comparing(graded)
+    if obstacle:
+        return f"{rates}\n\n{graded}\n\n{obstacle}"
     return f"{rates}\n\n{graded}\n\nNext: {_compare_command(graded, out)}"
 
 
@@ -198,6 +202,28 @@ def _rates_line(graded: Graded, out: str | Path) -> str:
     if not parsed:
         remarks += f", none in the form that --task {graded.task} reads: is it the right task"
     return f"n = {n}{remarks}: strict {strict:.4f}, flexible {flexible:.4f}, parsed {parsed:.4f}; rows in {out}"
+
+
+def _obstacle_to_comparing(graded: Graded) -> str:
+    """Return why `compare` would refuse the rows: a question twice in a cell, or no base; empty if it would not."""
+    seen = set()
+    for row in graded.rows:
+        answer = tuple(str(row.get(key)) for key in (*CELL, "question", "seed", "sample"))
+        if answer in seen:
+            variant, scheme, question, *_ = answer
+            return (
+                f"To compare cells, each question needs one row per cell, but {question!r} is repeated in "
+                f"{names.cell_name(variant, scheme)}: number several answers in a column `sample`, training runs in a "
+                "column `seed`, or remove the copies."
+            )
+        seen.add(answer)
+    variants = {str(row["variant"]) for row in graded.rows}
+    if names.BASE not in variants or len(variants) < 2:
+        return (
+            f"To compare cells, the rows need the variant `{names.BASE}` and a trained one, but they name "
+            f"{', '.join(sorted(variants))}: name the model before training `{names.BASE}`."
+        )
+    return ""
 
 
 def _compare_command(graded: Graded, out: str | Path) -> str:

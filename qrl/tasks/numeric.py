@@ -49,13 +49,21 @@ def grade(completion: str, answer: str, tags: Tags = TAGS) -> Verdict:
     Raises:
         BadInput: the gold answer is not a number.
     """
-    gold = strict(answer) if "####" in answer else _stated(answer[:LONGEST_LINE])
-    if gold is None or gold is _NOTHING:
+    gold = gold_number(answer)
+    if gold is None:
         raise BadInput(f"The gold answer {answer[:80]!r} is not a number: expected one like 18, 1,000, 2.5 or 3/4.")
     body = answer_part(completion, tags)
     stated = _agreed_number(body)
     parsed = None if stated is None else text(stated)
     return Verdict(parsed, stated == gold, _last_number(body) == gold)
+
+
+def gold_number(answer: str) -> Number | None:
+    """Return the number of a gold answer, a worked solution that ends in `#### x` or a number as text; else None."""
+    if "####" in answer:
+        return strict(answer)
+    number = _stated(answer[:LONGEST_LINE])
+    return None if number is _NOTHING else number
 
 
 def strict(completion: str, tags: Tags = TAGS) -> Number | None:

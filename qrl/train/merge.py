@@ -104,13 +104,18 @@ def run(
     other_base = over.storage != target.storage
     limit = max_kl * (_OTHER_BASE if other_base else 1)
     if not kl <= limit:
-        reason = f"{stored_in} rounds too much of the update away: set merge.store_dtype = fp32."
+        reason = f"Storing it in {stored_in} rounds too much of the update away: set merge.store_dtype = fp32."
+        limit_text = f"merge.max_kl = {max_kl:g}"
         if other_base:
-            reason = f"it was trained over a base in {over.storage}, and corrects its errors: leave merge.into at auto."
+            limit_text = f"{limit:g}, a hundredth of merge.max_kl, since the base is another one than in training"
+            reason = (
+                f"The adapter was trained over the base in {over.storage} and corrects its errors: leave merge.into at "
+                "auto."
+            )
         shutil.rmtree(out, ignore_errors=True)
         raise QrlError(
-            f"The merged model is too far from the adapter-on model: KL {kl:.2g} nats per token, above {limit:g} "
-            f"(merge.max_kl = {max_kl:g}): {reason}"
+            f"The merged model answers differently from the trained one: their KL is {kl:.2g} nats per token, and at "
+            f"most {limit_text} is allowed. {reason}"
         )
     difference = max(float((on - off).abs().max()) for on, off in zip(expected, stored, strict=True))
     into = target.storage if target.packed else "full"

@@ -1,7 +1,6 @@
 """Every scheme of the core environment on a CPU: its bits and error, its settings, and the inputs that it refuses."""
 
 import json
-import re
 import shutil
 import sys
 from dataclasses import replace
@@ -210,6 +209,24 @@ def test_models_that_spinquant_would_spoil_are_refused(tmp_path):
         quantize.check_fit(tmp_path, chosen("spinquant"))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_rounding_to_nearest_keeps_what_it_does_not_quantize_in_the_base_s_dtype(dtype, tiny_checkpoint, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(tiny_checkpoint, source)
+    for name in checkpoint.shards(source):
+        tensors = load_file(source / name)
+        save_file({key: tensor.to(getattr(torch, dtype)) for key, tensor in tensors.items()}, source / name)
+    result = quantize.run("rtn-int8", source, tmp_path / "out")
+    originals = dict(checkpoint.tensors(source))
+    kept = [name for name in checkpoint.entries(result.path) if name in originals]
+    assert any("embed_tokens" in name for name in kept) and any("norm" in name for name in kept)
+    for name, tensor in checkpoint.tensors(result.path, kept):
+        if tensor.is_floating_point():
+            assert tensor.dtype is getattr(torch, dtype), name
+            assert torch.equal(tensor, originals[name]), name
+    assert json.loads((result.path / "config.json").read_text())["dtype"] == dtype
+
+
 def test_autoround_stays_nearer_than_rounding_to_nearest(made, tiny_checkpoint, tmp_path):
     nearest = quantize.run("rtn-int4", tiny_checkpoint, tmp_path / "out", probe=TEXTS)
     assert made["autoround"].layer_errors[-1] < nearest.layer_errors[-1]  # on the texts that it was fitted to
@@ -229,27 +246,52 @@ def test_a_setting_that_a_scheme_ignores_is_reported_and_one_that_all_ignore_is_
     assert unheeded(("nf4", "int8", "fp8")) == []
     assert unheeded(("awq-ct", "gptq"), "quantize.bits", bits=8, symmetric=True) == []
     (warning,) = unheeded(("nf4", "gptq", "awq"), "quantize.bits", bits=8)
-    assert re.fullmatch(r"quantize\.bits = 8 .* nf4, awq; .* gptq .*\.", warning)
+    assert warning == "quantize.bits = 8 is for gptq; nf4 and awq have no such setting."
     for schemes, said in (
-        (("nf4", "gptq", "gptq-int3"), "only gptq and gptq-int3 use it"),
-        (("nf4", "gptq"), "only gptq uses it"),
-        (("nf4", "gptq", "rtn-int4", "rtn-int2"), "only gptq, rtn-int4 and rtn-int2 use it"),
+        (("nf4", "gptq", "gptq-int3"), "gptq and gptq-int3"),
+        (("nf4", "gptq"), "gptq"),
+        (("nf4", "gptq", "rtn-int4", "rtn-int2"), "gptq, rtn-int4 and rtn-int2"),
     ):
-        assert unheeded(schemes, group_size=64) == [f"quantize.group_size = 64 has no effect on nf4; {said}."]
+        assert unheeded(schemes, group_size=64) == [f"quantize.group_size = 64 is for {said}; nf4 has no such setting."]
     (warning,) = unheeded(("nvfp4", "gptq"), group_size=64)
-    assert warning == "quantize.group_size = 64 has no effect on nvfp4 (always groups of 16); only gptq uses it."
+    assert warning == "quantize.group_size = 64 is for gptq; nvfp4 (always groups of 16) has no such setting."
     assert unheeded(("nf4",), group_size="auto") == []
     (warning,) = settings.unheeded(Quantize(group_size=64), ("nf4",), (), qat="int4")  # training has such groups too
-    assert warning.endswith("has no effect on nf4; only train.qat=int4 uses it.")
+    assert warning == "quantize.group_size = 64 is for train.qat=int4; nf4 has no such setting."
     rollouts, added = Quantize(calibration="rollouts"), ("rtn-int4", "rtn-nvfp4-a4")
     (warning,) = settings.unheeded(rollouts, ("nf4",), ("quantize.calibration",), beside=added)
-    assert re.fullmatch(r"quantize\.calibration = rollouts .* nf4; .* rtn-nvfp4-a4 .*\.", warning)
+    assert warning == "quantize.calibration = rollouts is for rtn-nvfp4-a4; nf4 has no such setting."
     for field, value in (("bits", 8), ("group_size", 32), ("symmetric", False), ("calibration", "rollouts")):
         for typed in ((), (f"quantize.{field}", "quantize.schemes")):  # set in the user's recipe, or as an option
             with pytest.raises(BadInput, match=rf"quantize\.{field} = {value} .* nf4, fp8: .* \(.*awq-ct"):
                 unheeded(("nf4", "fp8"), *typed, **{field: value})
         # A recipe made for other schemes than the ones that were typed.
         assert len(unheeded(("nf4", "fp8"), "quantize.schemes", **{field: value})) == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("int4", "gptq awq nf4"),
+        ("INT4", "gptq awq nf4"),
+        ("w4a16", "gptq awq nf4"),
+        ("bnb-4bit", "gptq awq nf4"),
+        ("q4_k_m", "gptq awq nf4"),
+        ("8bit", "int8 fp8 w8a8"),
+        ("int3", "gptq-int3"),
+        ("gptq_int3", "gptq-int3"),
+        ("fp4", "nvfp4a16 nvfp4 mxfp4a16"),
+        ("fp8-dynamic", "fp8"),
+        ("gtpq", "gptq"),
+        ("nf-4", "nf4"),
+        ("something", ""),
+    ],
+)
+def test_an_unknown_scheme_suggests_those_that_may_be_meant(word, meant):
+    assert names.similar_schemes(word) == tuple(meant.split())
+    with pytest.raises(BadInput, match=f"no scheme '{word}'") as refused:
+        settings.settings_of(word, Quantize(), 0)
+    assert all(f"'{scheme}'" in str(refused.value).partition(":")[0] for scheme in meant.split())
 
 
 @pytest.mark.parametrize("scheme", ["rtn-int4", "w8a16", "gptq"])

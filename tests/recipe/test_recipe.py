@@ -386,6 +386,7 @@ def test_what_auto_stands_for_depends_on_model_task_and_device():
     ("typed", "says"),
     [
         ({"quantize.schemes": "nf4,nf5"}, r"'nf5' \(did you mean 'nf4'\?\), but must be 'nf4'"),
+        ({"quantize.schemes": "nf4,int4"}, r"'int4' \(did you mean 'gptq', 'awq' or 'nf4'\?\), but must be 'nf4'"),
         ({"rollout.engine": "vlm"}, r"'vlm' \(did you mean 'vllm'\?\)"),
         ({"rollout.engine": "zzz"}, r"'zzz', but must be"),
     ],
@@ -398,3 +399,31 @@ def test_a_misspelt_choice_is_answered_with_the_nearest(typed, says):
 def test_a_misspelt_recipe_is_answered_with_the_nearest():
     with pytest.raises(BadInput, match=r"'tiny-qlor' \(did you mean 'tiny-qlora'\?\): expected one of"):
         recipe.load("tiny-qlor")
+
+
+def test_an_adapter_has_a_learning_rate_of_its_own_where_none_is_given(tmp_path):
+    def rate(name: str = "tiny", **overrides: str) -> float:
+        return recipe.load(name, {f"train.{key}": text for key, text in overrides.items()}).train.learning_rate
+
+    full = rate()
+    for method in ("lora", "qlora"):
+        assert rate(method=method) == pytest.approx(10 * full)  # the recipe's is for all weights
+        assert rate(method=method, learning_rate="2e-5") == 2e-5
+    assert rate("instruct", method="lora") == 1e-5
+    assert rate("tiny-lora", method="qlora") == rate("tiny-lora") == rate("tiny-qlora") == 1e-3
+    assert rate("tiny-lora", method="full") == 1e-4
+    assert recipe.load("qwen3-8b-qlora-deepmath").train.learning_rate == 1e-5  # its own, below another adapter's
+
+    file = tmp_path / "mine.yaml"
+    for text, expected in (
+        ("train: {method: lora}", 3e-4),
+        ("train: {method: full}", 3e-5),
+        ("train: {method: lora, learning_rate: 5e-6}", 5e-6),
+        ("extends: instruct\ntrain: {method: lora}", 1e-5),
+        ("extends: instruct\ntrain: {method: lora, learning_rate: 5e-6}", 5e-6),
+        ("extends: instruct\ntrain: {lora_rank: 8}", 1e-6),
+    ):
+        file.write_text(text)
+        assert rate(str(file)) == expected
+    with pytest.raises(BadInput, match="learning_rate"):
+        rate(method="lora", learning_rate="fast")

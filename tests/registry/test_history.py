@@ -444,6 +444,22 @@ def test_records_show_what_was_production_on_a_day(version, store, capsys):
     with pytest.raises(BadInput, match="no stage 'none'"):
         shown_history.show(settings, "none", None)
 
+    capsys.readouterr()
+    registry.promote(NAME, "base", 1, record=WHY)
+    shown_history.show(settings, None, None)
+    out = capsys.readouterr().out
+    assert out.count("promote") == 3 and f"{NAME}, all stages: 3 decisions" in out
+    shown_history.show(settings, None, "9000-01-01")
+    out = capsys.readouterr().out
+    assert "base of" in out and "was version 1" in out and "awq of" in out and "was version 2" in out
+
+    # A model that the user did not name is found where it is the only one with decisions.
+    other = recipe.load(overrides={"registered_name": "another"})
+    shown_history.show(other, None, None, is_chosen=False)
+    assert f"{NAME}, all stages" in capsys.readouterr().out
+    with pytest.raises(BadInput, match=f"no decision on 'another' yet; the models with decisions here are {NAME}"):
+        shown_history.show(other, None, None)
+
 
 def test_what_an_older_store_did_not_record_is_not_known(version, capsys):
     version()

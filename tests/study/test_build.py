@@ -2,16 +2,18 @@
 
 import contextlib
 import signal
+import subprocess
 import sys
 import time
 import zipfile
+from pathlib import Path
 
 import psutil
 import pytest
 
 from qrl import recipe
 from qrl.errors import QrlError
-from qrl.study import build
+from qrl.study import build, environments
 from qrl.tracking import projects
 
 pytestmark = pytest.mark.process
@@ -111,3 +113,21 @@ def test_a_study_says_first_what_it_does_and_what_it_builds(monkeypatch, capsys,
     build.announce(recipe.load("tiny"), "tiny")
     said = capsys.readouterr().err
     assert "environment" not in said and "on arithmetic by recipe tiny, about 4 minutes" in said
+
+
+def test_an_environment_of_mlflow_s_imports_the_checkout_from_any_folder(tmp_path, monkeypatch):
+    def prepared(name: str) -> Path:
+        packages = tmp_path / name / "lib" / "site-packages"
+        packages.mkdir(parents=True)
+        monkeypatch.setattr(environments.sys, "prefix", str(tmp_path / name))
+        monkeypatch.setattr(environments.sysconfig, "get_path", lambda _: str(packages))
+        environments.put_on_path()
+        return packages / environments.PATH_FILE
+
+    path_file = prepared("mlflow-0123")
+    assert path_file.read_text() == f"{environments.ROOT}\n"
+    program = f"import site; site.addsitedir({str(path_file.parent)!r}); import qrl; print(qrl.__file__)"
+    command = [sys.executable, "-S", "-I", "-c", program]
+    printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert Path(printed.strip()).parents[1] == environments.ROOT
+    assert not prepared("venv-of-the-user-s").exists()

@@ -114,7 +114,11 @@ def tried(right: int, wrong: int = 0, unread: int = 0, heldout: int = 40) -> tri
 
 def test_a_base_with_no_right_answer_is_objected_to_unless_a_teacher_gives_the_signal():
     (sentence,) = trial.objections(tried(0, 20), study())
-    assert "none of 20" in sentence
+    assert "none of 20" in sentence and "own.md" not in sentence
+    elsewhere = tried(0, 0, 20)  # such as `26 + 13 = 39`: right, and not in the task's form
+    elsewhere.frame["correct_flexible"] = 1
+    sentence = trial.objections(elsewhere, study())[0]
+    assert "20 have the right number elsewhere" in sentence and "qrl/tasks/own.md" in sentence
     assert trial.objections(tried(1, 19), study()) == []
     assert trial.objections(tried(0, 20), study(**{"train.teacher": "qrl-tiny"})) == []
 

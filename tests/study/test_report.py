@@ -84,7 +84,11 @@ def test_a_refusal_is_on_the_page_and_nothing_is_offered_to_load(study, capsys):
     )
     html = contents.artifact(launcher.run_id, names.REPORT).read_text()
     assert "The gate refused grpo" in html and "No gain. The stage stays as it was." in html
-    assert "Load " not in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "Load " not in out
+    *_, decided, last = out.strip().splitlines()
+    assert decided == "Decided     grpo refused: No gain. The stage stays as it was."
+    assert "The study is complete, and its results stand" in last
 
 
 def test_gates_of_this_study_are_on_its_page_and_those_of_earlier_ones_are_not(study, monkeypatch):

@@ -81,3 +81,44 @@ def test_nothing_is_left_where_the_rows_cannot_be_put(tmp_path):
     with pytest.raises(BadInput, match="cannot be written"):
         files.grade_file("gsm8k", tmp_path / "in.jsonl", tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out"}
+
+
+@pytest.mark.parametrize("container", [list, tuple])
+def test_a_list_of_rows_is_graded_as_the_same_file_is(tmp_path, container):
+    rows = [{"completion": "#### 12", "answer": 12}, {"completion": "#### 11", "answer": "12"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    graded = files.grade(container(rows), "gsm8k")
+    assert graded.rows == files.grade(tmp_path / "rows.jsonl", "gsm8k").rows
+    assert [row["correct"] for row in graded.rows] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        ([], "has no rows"),
+        ([{"completion": "#### 1", "answer": 1}, "#### 1"], "row 2 of the list is a str: expected a dict"),
+        ([{"completion": "#### 1"}], "row 1 lacks 'answer'"),
+        ({"completion": "#### 1"}, "A dict is no table: give a frame, a list of rows"),
+    ],
+)
+def test_a_list_that_holds_something_else_than_rows_is_refused(data, reason):
+    with pytest.raises(BadInput, match=reason):
+        files.grade(data, "gsm8k")
+
+
+def test_a_comparison_that_would_be_refused_is_not_recommended(tmp_path):
+    def summary(rows: list[dict]) -> str:
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return files.grade_file("gsm8k", tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+
+    def row(variant: str, question: str, **more) -> dict:
+        return {"variant": variant, "scheme": "full", "question": question, "completion": "#### 1", "answer": 1} | more
+
+    cells = [row(variant, question) for variant in ("base", "grpo") for question in ("a", "b")]
+    assert "Next: " in summary(cells)
+    twice = summary([*cells, row("grpo", "b")])
+    assert "Next: " not in twice and "'b' is repeated in grpo · full: number several answers" in twice
+    sampled = [each | {"sample": sample} for each in cells for sample in (0, 1)]
+    assert "Next: " in summary(sampled)
+    lone = summary([row("grpo", "a"), row("sft", "a")])
+    assert "Next: " not in lone and "the variant `base`" in lone

@@ -26,6 +26,7 @@ from qrl.tasks.math import pool
 from qrl.tracking import keys
 
 README = Path(qrl.__file__).parent / "tasks" / "own.md"
+OWN_FORM = re.search(r"```python\n(# last_number\.py.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
 EXAMPLE = re.search(r"```python\n(# reverse\.py.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
 LOAD = """
 from qrl.tasks import Question, Verdict
@@ -407,3 +408,15 @@ def test_what_a_grader_returns_is_made_plain_and_an_exit_is_a_fault(tmp_path):
         none, numpy, ended, right = tasks.grade_many(str(file), ["?", "numpy", "exit", "#### 5"], ["5"] * 4)
     assert (none.strict, none.flexible, none.parsed) == (False, False, None)
     assert numpy.strict is True and ended.fault == "error" and right.strict is True
+
+
+def test_the_documented_task_reads_a_model_that_answers_in_its_own_form(tmp_path):
+    (tmp_path / "last_number.py").write_text(OWN_FORM)
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text('{"question": "26 + 13?", "answer": "39"}\n')
+    task = str(tmp_path / "last_number.py")
+    (question,) = tasks.load(task, "heldout")
+    assert (question.question, question.answer) == ("26 + 13?", "39")
+    assert tasks.grade(task, "26 + 13 = 39", "39").strict
+    assert not tasks.grade(task, "26 + 13 = 40", "39").strict
+    assert not tasks.grade("gsm8k", "26 + 13 = 39", "39").strict

@@ -77,8 +77,11 @@ def test_the_first_rows_are_those_of_the_file_and_generated_questions_have_none(
         ('{"question": "a"}', "'answer'"),
         ('{"answer": "#### 1"}', "'question'"),
         ('{"question": "  ", "answer": "#### 1"}', "'question'"),
-        ('{"question": "a", "answer": 1}', "'answer'"),
-        ('{"question": "a", "answer": "it is 1"}', "####"),
+        ('{"question": "a", "answer": true}', "'answer'"),
+        ('{"question": "a", "answer": [1]}', "'answer'"),
+        ('{"question": "a", "answer": "many"}', "####"),
+        ('{"question": "a", "answer": "1 or 2"}', "####"),
+        ('{"question": "a", "answer": "6 + 6 = 12\\nso it is 12"}', "####"),
         ('{"question": "a", "answer": "#### none"}', "####"),
         ('{"question": "a", "answer": "#### 1\\n#### 2"}', "####"),
     ],
@@ -88,6 +91,25 @@ def test_an_error_names_the_bad_row(tmp_path, line, reason):
         load("gsm8k", "train", data=write(tmp_path, json.dumps(ROW), line))
     assert "train.jsonl, line 2" in str(caught.value)
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("28", "28"),
+        (28, "28"),
+        (28.5, "57/2"),
+        (" $1,000.50 ", "2001/2"),
+        ("-3", "-3"),
+        ("3/4", "3/4"),
+        ("28 apples", "28"),
+    ],
+)
+def test_an_answer_without_a_solution_is_read_as_grade_reads_it(tmp_path, answer, number):
+    folder = write(tmp_path, json.dumps(ROW | {"answer": answer}))
+    (question,) = load("gsm8k", "train", data=folder)
+    assert question.answer == number or grade("gsm8k", f"#### {question.answer}", number).strict
+    assert grade("gsm8k", question.solution, str(answer)).strict  # the file's own answer, read by the grader
 
 
 def test_missing_folders_files_and_rows_are_told(tmp_path, hundred):
