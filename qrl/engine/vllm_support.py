@@ -13,7 +13,7 @@ from typing import Any
 
 from qrl import checkpoint
 from qrl.errors import BadInput
-from qrl.formats import kind
+from qrl.formats import kind, layers
 
 # With this kernel one or two answers of 1,000 depend on the batch even in the deterministic mode: measured in
 # tests/benchmarks/results/schemes.md.
@@ -132,6 +132,9 @@ def _missing(quantization: dict, device: str, deterministic: bool) -> str:
     if method not in methods.QUANTIZATION_METHODS:
         plugin = " without vllm-bnb-plugin" if method == "bitsandbytes" else ""
         return f"it knows no {method}{plugin}"
+    split = layers.split_set(layers.stored_plan(quantization))
+    if split:
+        return f"it fuses {', '.join(split)}, which are not stored alike"
     groups = list((quantization.get("config_groups") or {}).values())
     integer_bits = {group["weights"]["num_bits"] for group in groups if group["weights"]["type"] == "int"}
     unsupported_bits = integer_bits - kind.VLLM_INTEGER_BITS

@@ -67,7 +67,7 @@ def make_trainer(job: Job):
         for item in questions
     ]
     tokens = hf.tokenizer(job.base)
-    trainer = grpo_trainer(job.rollout, settings.max_resamples, settings.qat, job.group_size)(
+    trainer = grpo_trainer(job.rollout, settings, job.group_size)(
         model=policy.load(job.base, settings, job.device),
         reward_funcs=reward.functions(job.task, settings.rewards, settings, tokens),
         args=arguments.grpo_config(job),
