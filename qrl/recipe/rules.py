@@ -16,7 +16,7 @@ from typing import Any
 from qrl import names
 from qrl.errors import BadInput, Objections
 from qrl.recipe import layers
-from qrl.recipe.sections import Recipe
+from qrl.recipe.sections import Quantize, Recipe
 from qrl.recipe.training import Rollout, Train, Watch
 
 DEFAULTS = Recipe()
@@ -837,7 +837,8 @@ def check(recipe: Recipe, rules: Iterable[Rule] = RULES) -> None:
 
 def check_training(train: Train, rollout: Rollout = DEFAULTS.rollout, watch: Watch = DEFAULTS.watch) -> None:
     """Raise BadInput with all that is wrong if the sections that a training reads do not go together."""
-    check(Recipe(train=train, rollout=rollout, watch=watch), OF_TRAINING)
+    quantize = Quantize(layers=train.qat_layers)  # which is not looked at here
+    check(Recipe(train=train, rollout=rollout, watch=watch, quantize=quantize), OF_TRAINING)
 
 
 def warnings(recipe: Recipe, rules: Iterable[Rule] = RULES) -> list[str]:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 pytest.importorskip("llmcompressor")
 
-from qrl import checkpoint, names, quantize
+from qrl import checkpoint, names, quantize, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.formats import layers
@@ -18,9 +18,10 @@ from qrl.formats.fakequant import linears, operation
 from qrl.quantize import settings as choices
 from qrl.recipe import Quantize, Recipe, Rollout, Train, rules
 from qrl.tracking import keys
+from qrl.train import Job, grpo
 from qrl.train.qat import linear, prepare
 from qrl.train.qat.fold import folds, refold
-from qrl.train.rollout import codes, sync
+from qrl.train.rollout import checks, codes, sync
 
 pytestmark = pytest.mark.process
 
@@ -108,6 +109,27 @@ def _attached(model):
     return {path: module for path, module in model.named_modules() if isinstance(module, linear.QATLinear)}
 
 
+def test_a_training_of_inner_mlps_ends_in_a_file_that_computes_as_it_did(tmp_path):
+    """GRPO on the shipped model of four blocks: its ends in full precision, the MLP between them in NVFP4."""
+    terms = ("mlp", "-first:1", "-last:1")
+    questions = tasks.load("arithmetic", "train", 16, 0)
+    batches = {"steps": 2, "prompts_per_step": 4, "generations": 4, "micro_batch": 16, "max_completion_tokens": 48}
+    settings = Train(**batches, qat="nvfp4-a16", qat_layers=terms, qat_calibration_samples=8)
+    data = {"base": tiny.PATH, "questions": questions, "task": "arithmetic", "template": "plain", "seed": 0}
+    folders = {"work": tmp_path / "work", "out": tmp_path / "model"}
+    done = grpo.run(Job(settings=settings, device="cpu", **data, **folders))
+
+    before, after = dict(checkpoint.tensors(tiny.PATH)), dict(checkpoint.tensors(done.path))
+    assert all(not torch.equal(before[name].float(), after[name]) for name in before if "proj.weight" in name)
+    result = store(done.path, tmp_path / "codes", "nvfp4-a16", terms)
+    expected = {f"model.layers.{block}.mlp.{leaf}_proj.weight" for block in (1, 2) for leaf in ("gate", "up", "down")}
+    assert set(matrices.names(result.path)) == expected
+    policy, _ = trained(done.path, "nvfp4-a16", terms)
+    loaded, _ = hf.load(result.path, "cpu", torch.float32)
+    with torch.inference_mode():
+        assert torch.equal(policy(IDS).logits, loaded(IDS).logits)
+
+
 def test_formats_side_by_side_fold_each_in_its_own(masters):
     model, scales = trained(masters, *PLANS["several formats"])
     formats = {
@@ -167,6 +189,26 @@ def test_an_engine_that_simulates_rounds_the_inputs_of_covered_linears_alone(mas
     json.dumps(config)
     weights_alone = layers.plan_of(pretrained.skeleton(checkpoint.config(masters)), "int4", ("mlp",))
     assert operation.engine_config("int4", weights_alone.formats) is None
+
+
+@pytest.mark.parametrize(
+    "name, terms, quantization, refused",
+    [
+        ("fp8", ("-q_proj",), "none", True),  # their inputs would be rounded, and theirs alone
+        ("int4", ("-q_proj",), "real", True),
+        ("int4", ("-q_proj",), "none", False),  # an engine multiplies by Q(W), whatever its format
+        ("int4", ("up_proj=fp8",), "none", True),
+        ("fp8", ("attention", "-first:2"), "real", False),
+    ],
+)
+def test_linears_that_an_engine_fuses_must_compute_alike_where_it_matters(masters, name, terms, quantization, refused):
+    settings = Rollout(engine="vllm", quantization=quantization)
+    train = Train(qat=name, qat_layers=terms)
+    if refused:
+        with pytest.raises(BadInput, match="fuses them into one linear"):
+            checks.check_layers(train, settings, masters)
+    else:
+        checks.check_layers(train, settings, masters)
 
 
 def test_layers_are_part_of_the_key_and_of_the_variants_name():
