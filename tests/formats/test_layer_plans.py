@@ -2,6 +2,7 @@
 
 import pytest
 
+from qrl import recipe
 from qrl.engine import pretrained
 from qrl.errors import BadInput
 from qrl.formats import layers
@@ -120,6 +121,27 @@ def test_what_cannot_be_a_term_is_refused_as_the_recipe_is_read(terms, sentence)
 def test_a_mapping_is_a_plan_too():
     plan = Quantize(layers={"mlp": "own", "attention": "fp8", "first:2": "full"})
     assert plan.layers == ("mlp", "attention=fp8", "-first:2")
+
+
+def test_a_recipe_holds_a_plan_as_a_text_a_list_or_a_mapping(tmp_path):
+    text, listed, mapped = (
+        "mlp,attention=fp8,-first:1",
+        '["mlp", "attention=fp8", "-first:1"]',
+        "{mlp: own, attention: fp8, 'first:1': full}",
+    )
+    for number, written in enumerate((f'"{text}"', listed, mapped)):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(f"extends: tiny\nquantize: {{schemes: rtn-int4, layers: {written}}}\n")
+        loaded = recipe.load(str(file))
+        assert loaded.quantize.layers == ("mlp", "attention=fp8", "-first:1")
+        assert recipe.change(str(file))["quantize.layers"] == text
+        assert loaded.flat("quantize")["quantize.layers"] == text
+        (tmp_path / "again.yaml").write_text(loaded.dump())
+        assert recipe.load(str(tmp_path / "again.yaml")) == loaded
+    typed = recipe.load("tiny", {"quantize.schemes": "gptq", "quantize.layers": "-first:1, -last:1"})
+    assert typed.quantize.layers == ("-first:1", "-last:1")
+    with pytest.raises(BadInput, match=r"'quantize\.layers' is 'mlp=int5', but .*int8, int4"):
+        recipe.load("tiny", {"quantize.layers": "mlp=int5"})
 
 
 def test_variants_of_other_plans_have_other_names():

@@ -64,7 +64,7 @@ def test_only_the_linears_of_the_plan_are_stored_in_few_bits(scheme, six_blocks,
 
     # Bits are those of the files: as many a quantized weight as without a plan, and more a parameter.
     whole = store(scheme, six_blocks, tmp_path / "all")
-    assert result.bits_per_weight == pytest.approx(whole.bits_per_weight, rel=0.02)
+    assert result.bits_per_weight == pytest.approx(whole.bits_per_weight, rel=0.05)
     assert whole.bits_per_parameter < result.bits_per_parameter
     assert result.bytes == checkpoint.check(result.path).bytes > whole.bytes
     if scheme not in (*SCALING, names.GPTQ, names.AUTOROUND):  # which look at the layers before

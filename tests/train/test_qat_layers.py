@@ -133,9 +133,7 @@ def test_a_training_of_inner_mlps_ends_in_a_file_that_computes_as_it_did(tmp_pat
 def test_formats_side_by_side_fold_each_in_its_own(masters):
     model, scales = trained(masters, *PLANS["several formats"])
     formats = {
-        path: (fold.scheme.weights.num_bits, str(fold.scheme.weights.type.value))
-        for fold in folds(model)
-        for path in fold.members
+        path: (fold.scheme.weights.num_bits, fold.scheme.weights.type) for fold in folds(model) for path in fold.members
     }
     assert formats["model.layers.1.mlp.up_proj"] == (4, "float")
     assert formats["model.layers.1.mlp.down_proj"] == (8, "int")
@@ -234,8 +232,8 @@ def test_a_server_cannot_round_the_inputs_of_some_linears():
     served = Rollout(engine="vllm", mode="server")
     rules.check_training(Train(qat="int4"), served)
     for train in (Train(qat="fp8", qat_layers=("mlp",)), Train(qat="int4", qat_layers=("mlp=fp8",))):
-        recipe = Recipe(train=train, rollout=served, quantize=Quantize(layers=train.qat_layers))
+        recipe = Recipe(train=train, rollout=served, quantize=Quantize(schemes=("gptq",), layers=train.qat_layers))
         with pytest.raises(BadInput, match="one rounding of inputs for all"):
             rules.check(recipe)
     train = Train(qat="int4", qat_layers=("mlp",))
-    rules.check(Recipe(train=train, rollout=served, quantize=Quantize(layers=train.qat_layers)))
+    rules.check(Recipe(train=train, rollout=served, quantize=Quantize(schemes=("gptq",), layers=train.qat_layers)))
