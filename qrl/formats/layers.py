@@ -6,10 +6,11 @@ bits. `qrl.recipe.layers` has the spelling of its terms.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from qrl.errors import BadInput
 from qrl.formats.fakequant import linears
@@ -78,6 +79,11 @@ def plan_of(model: PreTrainedModel, own: str, terms: Sequence[str] = (), field: 
             field=field,
         )
     return LayerPlan(formats, tuple(left_out))
+
+
+def named(model: PreTrainedModel | nn.Module, paths: Iterable[str]) -> dict[str, nn.Linear]:
+    """Return linears of a model by their paths, as `LayerPlan` lists them."""
+    return {path: cast("nn.Linear", model.get_submodule(path)) for path in paths}
 
 
 class _Matcher:
@@ -161,10 +167,9 @@ def stored_plan(quantization: Mapping[str, Any]) -> LayerPlan:
     Groups that name a class or a pattern are no part of it.
     """
     formats = {}
-    for group_name, group in (quantization.get("config_groups") or {}).items():
-        for target in group.get("targets") or ():
-            if _is_path(target):
-                formats[target] = group_name
+    for group in (quantization.get("config_groups") or {}).values():
+        scheme = json.dumps({key: value for key, value in group.items() if key != "targets"}, sort_keys=True)
+        formats |= dict.fromkeys(filter(_is_path, group.get("targets") or ()), scheme)
     skipped = [name for name in quantization.get("llm_int8_skip_modules") or () if _is_path(name)]
     for path in skipped:  # bitsandbytes does not name the others
         formats |= dict.fromkeys(set(_fused_with(path)) - set(skipped), "bitsandbytes")

@@ -44,19 +44,15 @@ def check_fit(source: Path, settings: Settings) -> None:
     own_linears = _quantized(model)
     if settings.layers or settings.scheme in names.ROUNDED:
         linears_of = layers.plan_of(model, settings.own_format, settings.layers).by_format
-        own_linears = _named(model, linears_of.pop(settings.own_format, []))
+        own_linears = layers.named(model, linears_of.pop(settings.own_format, []))
         for name, paths in linears_of.items():
-            linears.check_widths(_named(model, paths), name, settings.layers_group_size or groups.USUAL)
+            linears.check_widths(layers.named(model, paths), name, settings.layers_group_size or groups.USUAL)
     if settings.scheme in names.ROUNDED:
         linears.check_widths(own_linears, settings.rounding, settings.group_size or groups.USUAL)
     elif settings.group_size:
         outputs = choices.OUTPUTS.get(settings.scheme, 1)
         is_fixed = settings.scheme in choices.FIXED_GROUP
         check_widths(model, settings.group_size, outputs, fixed=is_fixed, linear_of=own_linears)
-
-
-def _named(model: torch.nn.Module, paths: Iterable[str]) -> dict[str, torch.nn.Linear]:
-    return {path: model.get_submodule(path) for path in paths}
 
 
 def _fitting(linears: Iterable[torch.nn.Linear]) -> int:

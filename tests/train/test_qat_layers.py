@@ -167,7 +167,7 @@ def test_an_engine_with_codes_knows_which_linears_have_them(masters, tmp_path):
     config = codes.engine_config(masters, "nvfp4-a16", terms=INNER_MLP)
     stored = store(masters, tmp_path / "out", "nvfp4-a16", INNER_MLP)
     written = checkpoint.config(stored.path)["quantization_config"]
-    assert layers.stored_plan(config).formats == layers.stored_plan(written).formats
+    assert layers.stored_plan(config).formats.keys() == layers.stored_plan(written).formats.keys()
     assert set(config["ignore"]) == set(written["ignore"]) and "lm_head" in config["ignore"]
     assert config["format"] == written["format"] == "nvfp4-pack-quantized"
     mixed = codes.engine_config(masters, "int4", terms=("mlp=fp8",))

@@ -89,7 +89,7 @@ def attach(
     for format_name, paths in plan.by_format.items():
         scheme = rounding.scheme(format_name, group_size)
         for shared in layers.fused_sets(paths):  # they share NVFP4's global scale
-            members = {path: model.get_submodule(path) for path in shared}
+            members = layers.named(model, shared)
             for path, linear in members.items():
                 _check_master(path, linear, scheme.weights)
             first = next(iter(members.values()))

@@ -41,7 +41,7 @@ def check(settings: Train, base: Path, group_size: int = groups.USUAL) -> None:
     model = pretrained.skeleton(checkpoint.config(base))
     plan = layers.plan_of(model, settings.qat, settings.qat_layers, "train.qat_layers")
     for format_name, paths in plan.by_format.items():
-        linears.check_widths({path: model.get_submodule(path) for path in paths}, format_name, group_size)
+        linears.check_widths(layers.named(model, paths), format_name, group_size)
     _of_file(settings)
 
 
