@@ -489,8 +489,11 @@ SAMPLING = (
             equals("train.qat", *CODE_FORMATS).text, lambda recipe: _formats_of(recipe.train) <= set(CODE_FORMATS)
         ),
         because="vLLM's kernels are sent the codes of these formats",
-        message=f"rollout.quantization = real sends vLLM's kernels the codes of train.qat = {', '.join(CODE_FORMATS)}, "
-        "but train.qat = {train.qat}: set one of these, in train.qat_layers too, or rollout.quantization = none.",
+        message=lambda recipe: (
+            f"rollout.quantization = real sends vLLM's kernels the codes of train.qat = {', '.join(CODE_FORMATS)}, "
+            f"but train.qat = {', '.join([recipe.train.qat, *sorted(_formats_of(recipe.train) - {recipe.train.qat})])}: "
+            "set one of these, or rollout.quantization = none."
+        ),
     ),
     Rule(
         name="a-server-rounds-inputs-of-all-linears",
