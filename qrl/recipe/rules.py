@@ -448,6 +448,12 @@ def _formats_of(train: Train) -> set[str]:
     return {train.qat, *(term.format for term in layers.parse_all(train.qat_layers) if term.format)}
 
 
+def _of_layers(train: Train) -> str:
+    """Return a clause on the formats that `train.qat_layers` adds; empty if there are none."""
+    added = sorted(_formats_of(train) - {train.qat})
+    return f", with {', '.join(added)} in train.qat_layers" if added else ""
+
+
 _ROUNDS_INPUTS = Condition(
     "a format that rounds inputs", lambda recipe: not _formats_of(recipe.train) <= {"none", *_INPUTS_ALONE}
 )
@@ -491,8 +497,8 @@ SAMPLING = (
         because="vLLM's kernels are sent the codes of these formats",
         message=lambda recipe: (
             f"rollout.quantization = real sends vLLM's kernels the codes of train.qat = {', '.join(CODE_FORMATS)}, "
-            f"but train.qat = {', '.join([recipe.train.qat, *sorted(_formats_of(recipe.train) - {recipe.train.qat})])}: "
-            "set one of these, or rollout.quantization = none."
+            f"but train.qat = {recipe.train.qat}{_of_layers(recipe.train)}: set one of these, or "
+            "rollout.quantization = none."
         ),
     ),
     Rule(
