@@ -167,6 +167,7 @@ PROMPT_HASH = "prompt_hash"  # of the wording and the variables that a question 
 STORED_IN = "stored_in"  # dtype of trained or merged weights on the disk, a param of the step's run
 DTYPE = "dtype"  # of activations; tables show `full` with it
 GROUP_SIZE = "group_size"  # inputs that share a scale, of integer codes; tables show it where it is not the usual one
+LAYERS = "layers"  # which linears are stored in few bits, as quantize.layers spells it; tables show it; absent: all
 QUESTION_TEXT = "question_text"
 ANSWER_START = "answer_start"  # characters of `completion` before its answer: what the model thought
 UNHEALTHY = "unhealthy"  # the tag's text, in every row of such a cell
@@ -234,9 +235,20 @@ def short(dtype: str) -> str:
     return _SHORT_DTYPES.get(dtype, dtype)
 
 
-def with_groups(scheme: str, size: int | None) -> str:
-    """Return a scheme as tables show it where its groups have an unusual size: `awq (groups of 64)`."""
-    return f"{scheme} (groups of {size})" if size else scheme
+def detailed(scheme: str, group_size: int | None, layers: str | None) -> str:
+    """Return a scheme as tables show it: `awq (groups of 64)`, `gptq (layers mlp,-first:2)`.
+
+    Args:
+        scheme: as cells are labelled.
+        group_size: inputs that share a scale, where that is unusual.
+        layers: which linears are in few bits, where not all are.
+    """
+    details = []
+    if group_size:
+        details.append(f"groups of {group_size}")
+    if layers:
+        details.append(f"layers {layers}")
+    return f"{scheme} ({'; '.join(details)})" if details else scheme
 
 
 def cell_name(variant: str, scheme: str) -> str:

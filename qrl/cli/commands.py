@@ -18,9 +18,10 @@ from qrl.errors import BadInput
 ALL = ("train", "rollout", "watch", "merge", "quantize", "evaluate", "diagnose", "compare", "promote")
 DATA = ("model", "task", "data", "seed", "device")  # fields that `--help` shows first
 STUDY = (*DATA, "train.steps", "train.method", "quantize.schemes", "evaluate.n")
-TRAIN_READS = ("train", "rollout", "watch", "quantize.group_size")  # the last: groups of train.qat
+TRAIN_READS = ("train", "rollout", "watch", "quantize.group_size", "quantize.layers")  # the last two are train.qat's
 TRAIN = (*DATA, "train.steps", "train.method", "train.learning_rate", "train.qat", "rollout.engine")
-QUANTIZE = (*DATA, "quantize.group_size", "quantize.bits", "quantize.calibration", "quantize.calibration_samples")
+CALIBRATION = ("quantize.calibration", "quantize.calibration_samples")
+QUANTIZE = (*DATA, "quantize.group_size", "quantize.layers", "quantize.bits", *CALIBRATION)
 EVALUATE = (*DATA, "evaluate.n", "evaluate.max_new_tokens", "evaluate.samples", "evaluate.engine")
 DIAGNOSE = (*DATA, "diagnose.bits", "diagnose.group_size", "diagnose.behaviour")
 ROWS = "Parquet, CSV, JSON or JSONL with variant, scheme, question, correct (0..1); optionally seed, sample, cluster. "

@@ -12,7 +12,7 @@ from qrl.compare.missing import fill
 from qrl.compare.outcomes import Answered
 from qrl.compare.printable import PrintableComparison
 from qrl.compare.read import read_questions
-from qrl.compare.validate import check_grid, engine, full_with_dtype, unusual_groups
+from qrl.compare.validate import check_grid, engine, full_with_dtype, partial_layers, unusual_groups
 from qrl.errors import BadInput
 from qrl.files import tables
 
@@ -78,6 +78,7 @@ def from_questions(
         full=full_with_dtype(frame),
         answered=answered,
         groups=unusual_groups(frame),
+        layers=partial_layers(frame),
     )
 
 

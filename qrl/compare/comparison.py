@@ -108,6 +108,7 @@ class Comparison:
         full: how tables show the scheme `full`, with the dtype it was computed in if that is known: `full (bf16)`.
         answered: the table of answers that the outcomes were read from; None if only counts are known.
         groups: scheme → how many inputs share a scale, where that is not the usual number.
+        layers: scheme → which linears it stores in few bits, where not all.
     """
 
     evidence: Questions | Counts = field(repr=False)
@@ -116,6 +117,7 @@ class Comparison:
     full: str = FULL
     answered: Answered | None = field(default=None, repr=False, compare=False)
     groups: Mapping[str, int] = field(default_factory=dict)
+    layers: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.margin is None:
@@ -253,7 +255,9 @@ class Comparison:
 
     def scheme_label(self, scheme: str) -> str:
         """Return the scheme as tables and figures show it: `full (bf16)`, `awq (groups of 64)`."""
-        return self.full if scheme == FULL else names.with_groups(scheme, self.groups.get(scheme))
+        if scheme == FULL:
+            return self.full
+        return names.detailed(scheme, self.groups.get(scheme), self.layers.get(scheme))
 
     def _row(self, variant: str, scheme: str) -> Row:
         base = (BASE, scheme)

@@ -21,7 +21,7 @@ from qrl.compare.convergence import Convergence
 from qrl.compare.estimates import numbers, with_ends
 from qrl.compare.evidence import Cell
 from qrl.compare.outcomes import Answered
-from qrl.compare.validate import cells_of, check_columns, full_with_dtype, unusual_groups
+from qrl.compare.validate import cells_of, check_columns, full_with_dtype, partial_layers, unusual_groups
 from qrl.errors import BadInput
 from qrl.files.tables import TEXTS
 from qrl.stats import LEVEL, Estimate, holm_by_key
@@ -75,6 +75,7 @@ class Methods:
         full: how tables show the scheme `full`, with its dtype if known.
         answered: the table of answers that they were read from.
         groups: scheme → how many inputs share a scale, where that is not the usual number.
+        layers: scheme → which linears it stores in few bits, where not all.
     """
 
     rows: tuple[Method, ...]
@@ -86,6 +87,7 @@ class Methods:
     full: str = names.FULL
     answered: Answered | None = field(default=None, repr=False, compare=False)
     groups: Mapping[str, int] = field(default_factory=dict)
+    layers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def best(self) -> Method | None:
@@ -97,7 +99,7 @@ class Methods:
         variant, scheme = cell
         if scheme == names.FULL:
             return names.cell_name(variant, self.full)
-        return names.cell_name(variant, names.with_groups(scheme, self.groups.get(scheme)))
+        return names.cell_name(variant, names.detailed(scheme, self.groups.get(scheme), self.layers.get(scheme)))
 
     @property
     def missing_answers(self) -> Mapping[Cell, int]:
@@ -193,6 +195,7 @@ def measure(frame: pd.DataFrame) -> Methods:
         full=full_with_dtype(frame),
         answered=answered,
         groups=unusual_groups(frame),
+        layers=partial_layers(frame),
     )
 
 

@@ -20,7 +20,8 @@ from qrl.names import BASE, FULL, cell_name
 COLUMNS = ("variant", "scheme", "question", "correct")
 LABEL = re.compile(r"(?=.{1,200}\Z)[\w.+-]+( [\w.+-]+)*")  # labels appear in metric names and tables
 OUTCOMES = {"false": 0.0, "true": 1.0}
-OPTIONAL = ("seed", "cluster", "sample", names.ENGINE, names.DTYPE, names.SETTINGS, names.PROMPT_HASH, names.GROUP_SIZE)
+OF_SETTINGS = (names.SETTINGS, names.PROMPT_HASH, names.GROUP_SIZE, names.LAYERS)
+OPTIONAL = ("seed", "cluster", "sample", names.ENGINE, names.DTYPE, *OF_SETTINGS)
 LABEL_RULE = "expected letters, digits, spaces and . _ + -, 200 at most"
 ENOUGH = "expected at least 2, and hundreds for a verdict"
 _NESTED = (list, dict, set, tuple, np.ndarray)
@@ -279,6 +280,19 @@ def unusual_groups(frame: pd.DataFrame) -> dict[str, int]:
         if len(scheme_sizes) == 1 and scheme_sizes.iloc[0] != groups.USUAL:
             unusual[str(scheme)] = int(scheme_sizes.iloc[0])
     return unusual
+
+
+def partial_layers(frame: pd.DataFrame) -> dict[str, str]:
+    """Return scheme → which linears it stores in few bits, where the rows name one selection of them."""
+    if names.LAYERS not in frame:
+        return {}
+    rows = frame[["scheme", names.LAYERS]].dropna().astype(str).drop_duplicates()
+    rows = rows[rows[names.LAYERS] != ""]
+    partial = {}
+    for scheme, selections in rows.groupby("scheme")[names.LAYERS]:
+        if len(selections) == 1:
+            partial[str(scheme)] = selections.iloc[0]
+    return partial
 
 
 def quoted(words: Iterable[str]) -> str:

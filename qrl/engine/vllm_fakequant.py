@@ -9,6 +9,7 @@ are `formats/fakequant`'s, in one operation of torch. Written for vLLM 0.31.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,9 +31,16 @@ from qrl.formats.fakequant import fused, operation
 class FakeQuant(QuantizationConfig):
     """How an engine rounds the inputs of its linears; the output head and the embeddings are not rounded."""
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str | None, spec_of: Mapping[str, str]) -> None:
+        """Set how linears round their inputs.
+
+        Args:
+            spec: of all linears; None where linears differ.
+            spec_of: linear, as the checkpoint names it → how it rounds; others do not.
+        """
         super().__init__()
         self.spec = spec
+        self.spec_of = spec_of
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> FakeQuant:
@@ -42,10 +50,21 @@ class FakeQuant(QuantizationConfig):
                 f"The engine rounds activations with version {operation.version()} of qrl's formats, but the training "
                 f"with {config.get('version')}: run both from the same version of qrl."
             )
-        return cls(config["input_activations"])
+        return cls(config.get("input_activations"), config.get("linears") or {})
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Rounded | None:
-        return Rounded(self.spec) if isinstance(layer, LinearBase) else None
+        return Rounded(self._spec(prefix)) if isinstance(layer, LinearBase) else None
+
+    def _spec(self, prefix: str) -> str | None:
+        """Return how an engine's linear rounds its inputs; raise ValueError if it fuses linears that differ in that."""
+        if not self.spec_of:
+            return self.spec
+        parent, dot, leaf = prefix.rpartition(".")
+        parts = self.packed_modules_mapping.get(leaf, [leaf])
+        specs = {self.spec_of.get(f"{parent}{dot}{part}") for part in parts}
+        if len(specs) > 1:
+            raise ValueError(f"vLLM fuses {', '.join(parts)} of {parent}, whose inputs are rounded differently.")
+        return specs.pop()
 
     def get_name(self) -> str:
         return operation.METHOD
@@ -64,15 +83,15 @@ class FakeQuant(QuantizationConfig):
 
 @register_weight_loader_v2_supported_method
 class Rounded(LinearMethodBase):
-    """An unquantized linear that rounds its inputs first.
+    """An unquantized linear that rounds its inputs first, unless it has no `spec`.
 
     It is no subclass of vLLM's unquantized linear: some of vLLM's fused kernels take those and would skip the rounding.
     """
 
-    def __init__(self, spec: str) -> None:
+    def __init__(self, spec: str | None) -> None:
         self.plain = UnquantizedLinearMethod()
         self.spec = spec
-        self.args = operation.arguments(spec)
+        self.args = operation.arguments(spec) if spec else None
 
     def create_weights(
         self,
@@ -89,7 +108,7 @@ class Rounded(LinearMethodBase):
         Raises:
             ValueError: tensor parallelism splits rows that share one scale.
         """
-        if self.args.strategy == "token" and input_size_per_partition != input_size:
+        if self.args and self.args.strategy == "token" and input_size_per_partition != input_size:
             raise ValueError("Scales per token need whole rows of inputs: start the engine without tensor parallelism.")
         if current_platform.is_cpu():
             layer._cpu_skip_gemm_dispatch = True  # a packed weight could not be replaced by the next sync
@@ -102,7 +121,7 @@ class Rounded(LinearMethodBase):
             params_dtype,
             **extra_weight_attrs,
         )
-        if self.args.dynamic == "local":
+        if self.args and self.args.dynamic == "local":
             initial_scales = torch.ones(len(output_partition_sizes), dtype=torch.float32)  # until the first sync
             loader = extra_weight_attrs["weight_loader"]
             parameter = PerTensorScaleParameter(data=initial_scales, weight_loader=loader)
@@ -122,7 +141,7 @@ class Rounded(LinearMethodBase):
                 f"{layer.prefix} got the activation scales {values}, but needs one positive number: calibrate again."
             )
         weight = layer.weight
-        if weight.is_cuda:
+        if self.args and weight.is_cuda:
             inputs = torch.linspace(-8, 8, 4 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(4, -1)
             if not fused.by_kernel(inputs, self.args, self._scale(layer), weight.dtype):
                 raise ValueError(
@@ -131,7 +150,8 @@ class Rounded(LinearMethodBase):
                 )
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self.plain.apply(layer, torch.ops.qrl.rounded(x, self.spec, self._scale(layer)), bias)
+        inputs = torch.ops.qrl.rounded(x, self.spec, self._scale(layer)) if self.spec else x
+        return self.plain.apply(layer, inputs, bias)
 
     def _scale(self, layer: torch.nn.Module) -> torch.Tensor | None:
         """Return the scale that fused linears, which have the same inputs, share."""
@@ -145,4 +165,5 @@ def register() -> None:
 
 def rounding_layers(model: torch.nn.Module) -> int:
     """Return how many linears of an engine's model round their inputs."""
-    return sum(isinstance(getattr(module, "quant_method", None), Rounded) for module in model.modules())
+    methods = (getattr(module, "quant_method", None) for module in model.modules())
+    return sum(isinstance(method, Rounded) and method.spec is not None for method in methods)

@@ -13,12 +13,13 @@ from typing import Any
 
 from qrl import checkpoint
 from qrl.errors import BadInput
-from qrl.formats import kind
+from qrl.formats import kind, layers
 
 # With this kernel one or two answers of 1,000 depend on the batch even in the deterministic mode: measured in
 # tests/benchmarks/results/schemes.md.
 _BATCH_VARIANT = "Int8ScaledMM"
 _UNROUNDED = ("Marlin", "EmulationMxfp8", "W4A16", "CPUFp8")  # kernels that multiply activations as they are
+_OF_CODES = "CompressedTensors"  # begins the names of vLLM's methods for stored codes
 _MIN_SHARE = 0.01  # of a GPU's memory that must be free, where the cache has a fixed size
 # Compute capabilities, times 10.
 _HOPPER = 90
@@ -66,10 +67,13 @@ def describe_departure(path: Path, kernels: Iterable[str]) -> str:
     rounded_to = _rounded(path)
     if not rounded_to:
         return ""
+    quantization = checkpoint.config(path)["quantization_config"]
     kernels = sorted(kernels)
-    for kernel in kernels:
-        if any(part in kernel for part in _UNROUNDED):
-            return f"activations not rounded to {rounded_to[0]}: the kernel here is {kernel}"
+    unrounded = [kernel for kernel in kernels if any(part in kernel for part in _UNROUNDED)]
+    # Where other linears of the file round no activations, such kernels are theirs, if there are kernels of both kinds.
+    others = [kernel for kernel in kernels if kernel.startswith(_OF_CODES) and kernel not in unrounded]
+    if unrounded and not (others and kind.has_weights_alone(quantization)):
+        return f"activations not rounded to {rounded_to[0]}: the kernel here is {unrounded[0]}"
     if any("Emulation" in kernel for kernel in kernels):
         return f"activations rounded to {rounded_to[0]} in software, products in 16 bits"
     return ""
@@ -88,9 +92,15 @@ def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
     quantization = checkpoint.config(path).get("quantization_config")
     if not quantization:
         return
+    unpacked = ", evaluate.unpacked=true" if kind.of_weights_alone(quantization) else ""
+    split = layers.split_set(layers.stored_plan(quantization))
+    if split:
+        raise BadInput(
+            f"{path} does not store {', '.join(split)} alike, but vLLM fuses them into one linear: choose "
+            f"quantize.layers that treat them alike{unpacked}, or evaluate.engine=transformers."
+        )
     reason = _unfit(quantization, device, deterministic)
     if reason:
-        unpacked = ", evaluate.unpacked=true" if kind.of_weights_alone(quantization) else ""
         raise BadInput(
             f"{path} is stored as {quantization['quant_method']}, {reason}; choose another scheme or machine"
             f"{unpacked}, or evaluate.engine=transformers."

@@ -38,6 +38,11 @@ def rounded_activations(quantization: Mapping[str, Any]) -> list[str]:
     return [f"{args.get('type')}{args.get('num_bits')}" for args in input_activations if args]
 
 
+def has_weights_alone(quantization: Mapping[str, Any]) -> bool:
+    """Return whether a group of layers in a `quantization_config` of compressed-tensors leaves activations alone."""
+    return any(not group.get("input_activations") for group in _groups(quantization))
+
+
 def of(quantization: Mapping[str, Any]) -> set[str]:
     """Return the kinds of codes in a `quantization_config` of bitsandbytes or compressed-tensors; else none."""
     if quantization.get("load_in_8bit"):

@@ -12,16 +12,17 @@ scheme of llm-compressor's is an entry in `_PRESETS`, or a modifier in `_recipe`
 
 import contextlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from qrl import checkpoint, names
 from qrl.engine import pretrained
-from qrl.errors import QrlError
-from qrl.formats import groups
+from qrl.errors import BadInput, QrlError
+from qrl.formats import groups, layers
 from qrl.formats.fakequant import linears, rounding
 from qrl.quantize.fit import HEAD
 from qrl.quantize.settings import CALIBRATED, GPTQ, GROUPED, Settings
@@ -51,14 +52,14 @@ def _compressed(oneshot: Callable, source: Path, settings: Settings, rows: Seque
     calibrates_on_cpu = settings.scheme in CALIBRATED and device == "cpu"
     model, stored_dtype = _load(source, in_float32=calibrates_on_cpu)
     batch_size = 1 if settings.scheme == names.AUTOROUND else BATCH  # AutoRound makes batches of its own
-    oneshot(model=model, recipe=_recipe(settings, model.config), dataset=_batches(rows, batch_size))
+    oneshot(model=model, recipe=_recipe(settings, model), dataset=_batches(rows, batch_size))
     if calibrates_on_cpu and settings.scheme == names.NVFP4:
         # The ranges of activations come from the pass in float32. The scales of weights must come from the stored
         # weights, as for NVFP4A16, so the model is quantized again in its own dtype.
         state = model.state_dict()
         input_scales = {name: scale for name, scale in state.items() if name.endswith("input_global_scale")}
         model, _ = _load(source, in_float32=False)
-        oneshot(model=model, recipe=_recipe(settings, model.config), dataset=_batches(rows[:1]))
+        oneshot(model=model, recipe=_recipe(settings, model), dataset=_batches(rows[:1]))
         model.load_state_dict(input_scales, strict=False)
     _cast(model, stored_dtype)
     return model
@@ -75,11 +76,13 @@ def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence
 
     name = settings.rounding
     model = pretrained.load(source, dtype=torch.float32).eval()
-    scheme = rounding.scheme(name, settings.group_size or groups.USUAL)
-    scheme = scheme.model_copy(update={"targets": list(linears.covered(model, name))})
-    recipe = QuantizationModifier(config_groups={"group_0": scheme}, ignore=[])
+    own_scheme = rounding.scheme(name, settings.group_size or groups.USUAL)
+    recipe = QuantizationModifier(config_groups=_config_groups(settings, model, own_scheme), ignore=[])
     has_input_scales = linears.needs_calibration(name)
     trained_scales = linears.read_activation_scales(source) if has_input_scales else None
+    if trained_scales is not None:
+        plan = layers.plan_of(model, name, settings.layers)
+        _check_scales(trained_scales, plan.by_format.get(name, []), source)
     if has_input_scales and trained_scales is None:
         oneshot(model=model, recipe=recipe, dataset=_batches(rows))
     else:
@@ -89,6 +92,28 @@ def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence
             update_offload_parameter(linear, "input_global_scale", torch.full_like(linear.input_global_scale, scale))
     _cast_unquantized(model, getattr(torch, checkpoint.main_dtype(checkpoint.entries(source))))
     return model
+
+
+def _check_scales(trained_scales: Collection[str], paths: Collection[str], source: Path) -> None:
+    """Raise BadInput if training calibrated the inputs of other linears than those that are stored in its format."""
+    in_only_one = sorted(set(trained_scales) ^ set(paths))
+    if in_only_one:
+        raise BadInput(
+            f"{source} was trained with other linears in few bits than quantize.layers names ({in_only_one[0]} is in "
+            "only one): set quantize.layers to the train.qat_layers of its training."
+        )
+
+
+def _config_groups(settings: Settings, model: PreTrainedModel, own_scheme) -> dict[str, Any]:
+    """Return llm-compressor's groups of linears: a scheme for each format, with its linears as targets, by name."""
+    plan = layers.plan_of(model, settings.own_format, settings.layers)
+    config_groups = {}
+    for number, (name, paths) in enumerate(plan.by_format.items()):
+        scheme = own_scheme
+        if name != settings.own_format:
+            scheme = rounding.scheme(name, settings.layers_group_size or groups.USUAL)
+        config_groups[f"group_{number}"] = scheme.model_copy(update={"targets": paths})
+    return config_groups
 
 
 @contextlib.contextmanager
@@ -137,7 +162,7 @@ def _load(source: Path, *, in_float32: bool) -> tuple[PreTrainedModel, torch.dty
     return model.eval(), stored_dtype
 
 
-def _recipe(settings: Settings, config: PretrainedConfig) -> list:
+def _recipe(settings: Settings, model: PreTrainedModel) -> list:
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
     from llmcompressor.modifiers.transform import SpinQuantModifier
@@ -158,7 +183,8 @@ def _recipe(settings: Settings, config: PretrainedConfig) -> list:
     if settings.scheme == names.W4AFP8:
         scheme.format = "pack-quantized"  # what vLLM reads; by default each code would take a byte
 
-    scope = {"config_groups": {"group_0": scheme}, "ignore": [HEAD]}
+    config_groups = _config_groups(settings, model, scheme) if settings.layers else {"group_0": scheme}
+    scope = {"config_groups": config_groups, "ignore": [HEAD]}
     if settings.scheme in GPTQ:
         return [GPTQModifier(**scope)]
     if settings.scheme == names.AUTOROUND:
@@ -169,7 +195,8 @@ def _recipe(settings: Settings, config: PretrainedConfig) -> list:
     if settings.scheme == names.AWQ_CT:
         modifiers.append(AWQModifier())
     if settings.scheme == names.SPINQUANT:
-        largest_power_of_two = config.hidden_size & -config.hidden_size  # that divides the hidden size
+        hidden_size = model.config.hidden_size
+        largest_power_of_two = hidden_size & -hidden_size  # that divides the hidden size
         modifiers.append(SpinQuantModifier(transform_block_size=largest_power_of_two))
     modifiers.append(QuantizationModifier(**scope))
     return modifiers

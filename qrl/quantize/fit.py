@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl import checkpoint, names
 from qrl.engine import pretrained
 from qrl.errors import BadInput
-from qrl.formats import groups
+from qrl.formats import groups, layers
 from qrl.formats.fakequant import linears
 from qrl.quantize import settings as choices
 from qrl.quantize import staging
@@ -35,19 +35,24 @@ def check_fit(source: Path, settings: Settings) -> None:
     if settings.scheme == names.AWQ:  # in an environment with an older transformers
         config = staging.rewrite(config)
     model = pretrained.skeleton(config)
-    if settings.scheme in names.ROUNDED:
-        if settings.group_size == groups.AUTO:
-            settings = settings.with_groups(_fitting(linears.covered(model, settings.rounding).values()))
-        linears.check_fit(model, settings.rounding, settings.group_size or groups.USUAL)
-        return
-    linears.check_architecture(model, transposed=settings.scheme in names.BITSANDBYTES)
+    settings = settings.with_groups(_fitting(_quantized(model).values()))
+    if settings.scheme not in names.ROUNDED:
+        linears.check_architecture(model, transposed=settings.scheme in names.BITSANDBYTES)
     if settings.scheme == names.SPINQUANT:
         _check_rotatable(model.config)
-    if settings.group_size:
-        settings = settings.with_groups(_fitting(_quantized(model).values()))
+
+    own_linears = _quantized(model)
+    if settings.layers or settings.scheme in names.ROUNDED:
+        linears_of = layers.plan_of(model, settings.own_format, settings.layers).by_format
+        own_linears = layers.named(model, linears_of.pop(settings.own_format, []))
+        for name, paths in linears_of.items():
+            linears.check_widths(layers.named(model, paths), name, settings.layers_group_size or groups.USUAL)
+    if settings.scheme in names.ROUNDED:
+        linears.check_widths(own_linears, settings.rounding, settings.group_size or groups.USUAL)
+    elif settings.group_size:
         outputs = choices.OUTPUTS.get(settings.scheme, 1)
         fixed = settings.scheme if settings.scheme in choices.FIXED_GROUP else ""
-        check_widths(model, settings.group_size, outputs, fixed)
+        check_widths(model, settings.group_size, outputs, fixed, linear_of=own_linears)
 
 
 def _fitting(linears: Iterable[torch.nn.Linear]) -> int:
@@ -75,12 +80,24 @@ def _check_rotatable(config: PretrainedConfig) -> None:
         )
 
 
-def check_widths(model: torch.nn.Module, group_size: int, outputs: int = 1, fixed: str = "") -> None:
-    """Raise BadInput where groups do not divide a linear's inputs, or `outputs` its outputs; the head is left out.
+def check_widths(
+    model: torch.nn.Module,
+    group_size: int,
+    outputs: int = 1,
+    fixed: str = "",
+    linear_of: Mapping[str, torch.nn.Linear] | None = None,
+) -> None:
+    """Raise BadInput where groups do not divide a linear's inputs, or `outputs` its outputs.
 
-    `fixed`: a scheme whose format defines the group size, so that the recipe cannot choose another.
+    Args:
+        model: its output head is left out.
+        group_size: inputs that share a scale.
+        outputs: that a layer's outputs are a multiple of.
+        fixed: a scheme whose format defines the group size, so that the recipe cannot choose another.
+        linear_of: the linears to check, by name; default: all of the model.
     """
-    linear_of = _quantized(model)
+    if linear_of is None:
+        linear_of = _quantized(model)
     if not linear_of:
         raise BadInput("The model has no linear layer to quantize: expected a transformer language model.")
     for name, linear in linear_of.items():

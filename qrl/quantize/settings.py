@@ -16,6 +16,7 @@ from qrl import names, process
 from qrl.errors import BadInput
 from qrl.formats import groups
 from qrl.recipe import Quantize, Recipe, rules
+from qrl.recipe import layers as spelling
 
 TASK, ROLLOUTS = "task", "rollouts"  # sources of calibration texts; anything else is a file
 GPTQ = {names.GPTQ: None, names.GPTQ_INT3: 3, names.GPTQ_INT2: 2}  # bits; None: the recipe chooses
@@ -31,6 +32,8 @@ FIXED_GROUP = {  # part of the format
 OUTPUTS = {names.AWQ: 8, names.FP8_BLOCK: 128}  # that share an int32 of AutoAWQ's codes, or a scale
 BITS = (names.AWQ_CT, names.GPTQ)  # the recipe chooses the bits
 SYMMETRIC = {names.AWQ_CT: False, **dict.fromkeys((*GPTQ, names.W8A16, names.SPINQUANT), True)}  # defaults
+# AutoAWQ names linears within a block, so it cannot leave out a block; int8-attention has linears of its own.
+LAYERED = tuple(name for name in names.QUANTIZED_SCHEMES if name not in rules.OF_ALL_LAYERS)
 # Field of the recipe → schemes that use it.
 CHOICES = {
     "bits": BITS,
@@ -38,6 +41,7 @@ CHOICES = {
     "symmetric": tuple(SYMMETRIC),
     "calibration": CALIBRATED,
     "format": (names.RTN_FILE,),
+    "layers": LAYERED,
 }
 LIBRARIES = {
     **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
@@ -60,6 +64,8 @@ class Settings:
     max_tokens: int | None  # longest calibration text
     seed: int  # of calibration questions and of everything random
     format: str | None = None  # a file
+    layers: tuple[str, ...] = ()  # the terms of `recipe.layers`; none for all linears but the head
+    layers_group_size: groups.GroupSize | None = None  # of formats in `layers` that leave it to the recipe
 
     @property
     def rounding(self) -> str:
@@ -68,21 +74,36 @@ class Settings:
 
     def sized(self, source: Path) -> "Settings":
         """Return the settings with the group size that fits a checkpoint, if it is left to that."""
-        return self.with_groups(groups.of(source, self.group_size)) if self.group_size == groups.AUTO else self
+        is_left_to_model = groups.AUTO in (self.group_size, self.layers_group_size)
+        return self.with_groups(groups.of(source, groups.AUTO)) if is_left_to_model else self
 
     def with_groups(self, size: int) -> "Settings":
         """Return the settings with a group size, if it is left to the model."""
-        return replace(self, group_size=size) if self.group_size == groups.AUTO else self
+        group_size = size if self.group_size == groups.AUTO else self.group_size
+        layers_group_size = size if self.layers_group_size == groups.AUTO else self.layers_group_size
+        return replace(self, group_size=group_size, layers_group_size=layers_group_size)
+
+    @property
+    def own_format(self) -> str:
+        """The name of the format that linears have where `layers` names no other."""
+        return self.rounding if self.scheme in names.ROUNDED else self.scheme
+
+    def shown(self) -> dict[str, Any]:
+        """Return the settings as a run's params show them; those on layers only where there are any."""
+        settings = asdict(self)
+        if not self.layers:
+            del settings["layers"], settings["layers_group_size"]
+        return settings
 
     def covered(self) -> dict[str, Any]:
         """Return the settings as digests and keys cover them: a format by its content, and nothing where there is none.
 
-        Digests from before there were such files, or other groups than those of 128 under rtn-*, stay valid.
+        Digests from before there were such files, layers, or other groups than those of 128 under rtn-*, stay valid.
 
         Raises:
             ValueError: the group size is still left to the model.
         """
-        if self.group_size == groups.AUTO:
+        if groups.AUTO in (self.group_size, self.layers_group_size):
             raise ValueError("no model has decided the group size: call `sized`, or `with_groups`")
         settings = asdict(self)
         if self.scheme in GROUPED_ROUNDED and self.group_size == groups.USUAL:
@@ -90,6 +111,12 @@ class Settings:
         file = settings.pop("format")
         if file is not None:
             settings["format"] = process.file_digest(file)
+        layers = spelling.text_of(settings.pop("layers"))
+        layers_group_size = settings.pop("layers_group_size")
+        if layers:
+            settings["layers"] = layers
+        if layers_group_size is not None:
+            settings["layers_group_size"] = layers_group_size
         return settings
 
     def digest(self, questions: str | None) -> str:
@@ -132,6 +159,7 @@ def settings_of(scheme: str, recipe: Quantize, seed: int) -> Settings:
     bits = recipe_choice("bits")
     group_size = recipe_choice("group_size")
     symmetric = recipe_choice("symmetric")
+    layers = recipe_choice("layers") or ()
     is_calibrated = scheme in CALIBRATED
     return Settings(
         scheme,
@@ -143,6 +171,8 @@ def settings_of(scheme: str, recipe: Quantize, seed: int) -> Settings:
         max_tokens=recipe.calibration_max_tokens if is_calibrated else None,
         seed=seed if recipe.calibration_seed is None else recipe.calibration_seed,
         format=recipe_choice("format"),
+        layers=layers,
+        layers_group_size=recipe.group_size if spelling.has_groups(layers) else None,
     )
 
 
@@ -171,6 +201,8 @@ def unheeded(
         using = [scheme for scheme in (*schemes, *beside) if scheme in users]
         if name == "group_size" and qat in names.GROUPED_FORMATS:
             using.append(f"train.qat={qat}")
+        if name == "group_size" and spelling.has_groups(recipe.layers):
+            using.append(f"quantize.layers={spelling.text_of(recipe.layers)}")
         if not using and (key in typed or "quantize.schemes" not in typed):
             raise BadInput(
                 f"{key} = {value} has no effect on {', '.join(ignoring)}: leave it out, or add a scheme that uses it "

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from qrl import names as known
 from qrl.errors import BadInput
 from qrl.files import reading
-from qrl.recipe import documents, prompts
+from qrl.recipe import documents, layers, prompts
 from qrl.recipe.base import Section
 from qrl.recipe.sections import Recipe, as_text
 from qrl.recipe.training import rate_of_other_method
@@ -40,6 +40,7 @@ RENAMED = {  # former key → present key
     "rollout.max_kl": "rollout.max_engine_kl",
     "watch.max_kl": "watch.max_reference_kl",
 }
+LAYERS = ("quantize.layers", "train.qat_layers")
 REMOVED = {"merge.max_logit_diff": "merge.max_kl limits the KL instead, in nats per token"}  # key → what to do
 
 
@@ -277,7 +278,7 @@ def _typed(key: str, text: str) -> Any:
 def _parse(key: str, text: Any) -> Any:
     """Return a value for pydantic to judge: lists are split at commas, null and integers of a choice are read here."""
     if not isinstance(text, str):
-        return text
+        return layers.from_mapping(text) if key in LAYERS else text
     annotation = fields()[key][0]
     options = typing.get_args(annotation)
     if typing.get_origin(annotation) is dict and text.lstrip().startswith("{"):

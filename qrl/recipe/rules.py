@@ -15,7 +15,8 @@ from typing import Any
 
 from qrl import names
 from qrl.errors import BadInput, Objections
-from qrl.recipe.sections import Recipe
+from qrl.recipe import layers
+from qrl.recipe.sections import Quantize, Recipe
 from qrl.recipe.training import Rollout, Train, Watch
 
 DEFAULTS = Recipe()
@@ -212,6 +213,41 @@ TRAINING = (
         because="the weights that are rounded are those that are trained",
         message="train.qat = {train.qat} trains all weights, but train.method = {train.method} trains an adapter: set "
         "train.method = full, or train.qat = none.",
+    ),
+    Rule(
+        name="qat-layers-need-qat",
+        field="train.qat_layers",
+        applies=changed("train.qat_layers"),
+        needs=changed("train.qat"),
+        because="training rounds no linear otherwise",
+        message=lambda recipe: (
+            f"train.qat_layers = {layers.text_of(recipe.train.qat_layers)} has no effect without train.qat: set it "
+            "to a format, or leave the layers out."
+        ),
+    ),
+    Rule(
+        name="qat-layers-are-stored-as-trained",
+        field="quantize.layers",
+        applies=changed("train.qat"),
+        needs=Condition(
+            "`quantize.layers` equal to `train.qat_layers`",
+            lambda recipe: recipe.quantize.layers == recipe.train.qat_layers,
+        ),
+        because="other linears than those trained in few bits would be stored in them",
+        message=lambda recipe: (
+            f"train.qat_layers = {layers.text_of(recipe.train.qat_layers) or 'all'} and quantize.layers = "
+            f"{layers.text_of(recipe.quantize.layers) or 'all'} differ, so other linears would be stored in few bits "
+            "than were trained in them: set both alike."
+        ),
+    ),
+    Rule(
+        name="attention-has-layers-of-its-own",
+        field="train.qat_layers",
+        applies=changed("train.qat_layers"),
+        needs=differs("train.qat", "int8-attention"),
+        because="that format is `int8` with `attention`",
+        message="train.qat = int8-attention covers the linears of attention already: set train.qat = int8, and "
+        "attention in train.qat_layers.",
     ),
     Rule(
         name="calibration-needs-qat",
@@ -488,6 +524,25 @@ _REAL = BY_VLLM & equals("rollout.quantization", "real")
 _SLOT = BY_VLLM & equals("rollout.adapter", "slot")
 
 
+_INPUTS_ALONE = tuple(name for name in names.FORMATS if name not in ("nvfp4-a4", "fp8"))
+
+
+def _formats_of(train: Train) -> set[str]:
+    """Return the formats that linears train in: the own one, and those of `train.qat_layers`."""
+    return {train.qat, *(term.format for term in layers.parse_all(train.qat_layers) if term.format)}
+
+
+def _of_layers(train: Train) -> str:
+    """Return a clause on the formats that `train.qat_layers` adds; empty if there are none."""
+    added = sorted(_formats_of(train) - {train.qat})
+    return f", with {', '.join(added)} in train.qat_layers" if added else ""
+
+
+_ROUNDS_INPUTS = Condition(
+    "a format that rounds inputs", lambda recipe: not _formats_of(recipe.train) <= {"none", *_INPUTS_ALONE}
+)
+
+
 def redistributed(sampling: object) -> list[str]:
     """Return which settings of sampling, a `Train`'s or TRL's, change the distribution beside its temperature."""
     return [key for key in REDISTRIBUTED if (getattr(sampling, key) or 0) != getattr(DEFAULTS.train, key)]
@@ -520,10 +575,24 @@ SAMPLING = (
         name="real-codes-need-their-format",
         field="rollout.quantization",
         applies=_REAL,
-        needs=equals("train.qat", *CODE_FORMATS),
+        needs=Condition(
+            equals("train.qat", *CODE_FORMATS).text, lambda recipe: _formats_of(recipe.train) <= set(CODE_FORMATS)
+        ),
         because="vLLM's kernels are sent the codes of these formats",
-        message=f"rollout.quantization = real sends vLLM's kernels the codes of train.qat = {', '.join(CODE_FORMATS)}, "
-        "but train.qat = {train.qat}: set one of these, or rollout.quantization = none.",
+        message=lambda recipe: (
+            f"rollout.quantization = real sends vLLM's kernels the codes of train.qat = {', '.join(CODE_FORMATS)}, "
+            f"but train.qat = {recipe.train.qat}{_of_layers(recipe.train)}: set one of these, or "
+            "rollout.quantization = none."
+        ),
+    ),
+    Rule(
+        name="a-server-rounds-inputs-of-all-linears",
+        field="train.qat_layers",
+        applies=BY_VLLM & SERVED & changed("train.qat_layers") & _ROUNDS_INPUTS,
+        needs=equals("rollout.mode", "colocate"),
+        because="a server is started with one format for all linears",
+        message="train.qat_layers names linears, but a server is started with one rounding of inputs for all: set "
+        "rollout.mode = colocate, or train in a format that leaves inputs alone (int8, int4, nvfp4-a16, mxfp4).",
     ),
     Rule(
         name="real-codes-need-an-engine-within-training",
@@ -630,6 +699,7 @@ VERL_REFUSES: Mapping[str, str] = {  # our key → why any value but the default
     "train.distill_reverse": _GRPO_ALONE,
     "train.store_dtype": "verl's merger writes bfloat16",
     "train.qat": _NO_FORMAT,
+    "train.qat_layers": _NO_FORMAT,
     "train.qat_calibration": _NO_FORMAT,
     "train.qat_calibration_samples": _NO_FORMAT,
     "train.qat_calibration_batch": _NO_FORMAT,
@@ -721,7 +791,61 @@ def _kv_sentence(recipe: Recipe) -> str:
     return needs_vllm(f"{recipe.evaluate.kv_fp8[0]}{names.KV_FP8}", recipe.evaluate.engine)
 
 
+# Schemes that store all linears, and why.
+OF_ALL_LAYERS: Mapping[str, str] = {
+    names.AWQ: "AutoAWQ leaves out linears by their names within a block, and no single block: awq-ct can",
+    "rtn-int8-attention": "it stores the linears of attention: rtn-int8 with quantize.layers = attention is the same",
+}
+# Schemes whose search, rotation or library knows one format for all linears.
+OF_ONE_FORMAT = (*names.BITSANDBYTES, names.AWQ_CT, names.AUTOROUND, names.SPINQUANT)
+_LAYERS = changed("quantize.layers")
+_FORMATS = Condition("`TERM=FORMAT` in `quantize.layers`", lambda recipe: layers.has_formats(recipe.quantize.layers))
+
+
+def _first_of(recipe: Recipe, refused: Iterable[str]) -> str | None:
+    """Return the first of a recipe's schemes that is one of some, or None."""
+    return next((scheme for scheme in recipe.quantize.schemes if scheme in refused), None)
+
+
+def _of_all_layers_sentence(recipe: Recipe) -> str:
+    scheme = _first_of(recipe, OF_ALL_LAYERS) or ""
+    return (
+        f"quantize.layers = {layers.text_of(recipe.quantize.layers)} does not go with scheme {scheme}, since "
+        f"{OF_ALL_LAYERS[scheme]}."
+    )
+
+
+LAYERING = (
+    Rule(
+        name="layers-need-a-scheme-that-can-leave-some-out",
+        field="quantize.layers",
+        applies=_LAYERS,
+        needs=Condition(
+            f"no {' or '.join(OF_ALL_LAYERS)} in `quantize.schemes`",
+            lambda recipe: _first_of(recipe, OF_ALL_LAYERS) is None,
+        ),
+        because="they store all linears that they know",
+        message=_of_all_layers_sentence,
+    ),
+    Rule(
+        name="mixed-formats-need-a-scheme-that-can-hold-them",
+        field="quantize.layers",
+        applies=_FORMATS,
+        needs=Condition(
+            f"no {', '.join(OF_ONE_FORMAT)} in `quantize.schemes`",
+            lambda recipe: _first_of(recipe, OF_ONE_FORMAT) is None,
+        ),
+        because="their codes, search or rotation are of one format",
+        message=lambda recipe: (
+            f"quantize.layers = {layers.text_of(recipe.quantize.layers)} gives linears a format of their own, but "
+            f"scheme {_first_of(recipe, OF_ONE_FORMAT)} has one for all: choose an rtn-* scheme, gptq or one of "
+            "llm-compressor's presets such as fp8, or leave =FORMAT out."
+        ),
+    ),
+)
+
 QUANTIZING = (
+    *LAYERING,
     Rule(
         name="rtn-file-needs-its-file",
         field="quantize.format",
@@ -825,7 +949,8 @@ def check(recipe: Recipe, rules: Iterable[Rule] = RULES) -> None:
 
 def check_training(train: Train, rollout: Rollout = DEFAULTS.rollout, watch: Watch = DEFAULTS.watch) -> None:
     """Raise BadInput with all that is wrong if the sections that a training reads do not go together."""
-    check(Recipe(train=train, rollout=rollout, watch=watch), OF_TRAINING)
+    quantize = Quantize(layers=train.qat_layers)  # which is not looked at here
+    check(Recipe(train=train, rollout=rollout, watch=watch, quantize=quantize), OF_TRAINING)
 
 
 def warnings(recipe: Recipe, rules: Iterable[Rule] = RULES) -> list[str]:

@@ -12,6 +12,7 @@ from pydantic import JsonValue, ValidationInfo, field_validator
 
 from qrl import names as known
 from qrl.recipe.base import JUDGES, NO_KEY, Count, Limit, NoKey, NotInKey, Section, Selection, once, one_of, option
+from qrl.recipe.layers import Layers
 from qrl.recipe.stages import DEFAULT, Stage, completed
 from qrl.recipe.training import Merge, Rollout, Train, Watch
 
@@ -51,6 +52,12 @@ class Quantize(Section):
     calibration_seed: int | None = option(None, "calibration seed; default: seed", ge=0, lt=2**31)
     format: str | None = option(
         None, "a compressed-tensors scheme, as FILE.yaml, for rtn-file", pattern=known.FORMAT_FILE
+    )
+    layers: Layers = option(
+        (),
+        "linears to store in few bits, comma-separated: mlp, attention, first:N or last:N blocks, a name such as "
+        "down_proj, re:PATTERN; -TERM leaves out, TERM=FORMAT stores in another format; default: all but the output "
+        "head",
     )
 
 

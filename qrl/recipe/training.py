@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, field_validator, model_validator
 
 from qrl import names as known
+from qrl.recipe import layers
 from qrl.recipe.base import Count, Fraction, NoKey, NotInKey, Section, Selection, once, one_of, option
 
 REWARDS = ("correct", "format", "flexible", "leak", "soft_overlong")
@@ -120,6 +121,9 @@ class Train(Section):
         "quantization-aware training in a format that linears compute in; its codes become a checkpoint too: none, "
         "int8, int8-attention, int4, int3, int2, nvfp4-a16, nvfp4-a4, fp8, mxfp4, or a compressed-tensors scheme as "
         "FILE.yaml",
+    )
+    qat_layers: Annotated[layers.Layers, NotInKey("qat_layers", ())] = option(
+        (), "linears that train.qat covers, spelled as quantize.layers, which must be the same; default: all"
     )
     # Its digest is an input of the key: an address may come to hold another model.
     teacher: NoKey[str | None] = option(
@@ -244,11 +248,18 @@ class Train(Section):
     def variant(self) -> str:
         """The variant of the trained weights: the algorithm, `qat-int4`, `distilled`, or `qad-int4` with both."""
         trained_in = Path(self.qat).stem
+        if self.qat_layers:
+            trained_in = f"{trained_in}+{layers.slug(self.qat_layers)}"
         if self.teacher:
             return known.DISTILLED if self.qat == "none" else f"{known.QAD_PREFIX}{trained_in}"
         if self.algorithm != "grpo":
             return {"sft": known.SFT, "raft": known.RAFT}[self.algorithm]
         return known.GRPO if self.qat == "none" else f"{known.QAT_PREFIX}{trained_in}"
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether it trains in a format in which the recipe chooses how many inputs share a scale."""
+        return self.qat in known.GROUPED_FORMATS or layers.has_groups(self.qat_layers)
 
     @property
     def title(self) -> str:

@@ -7,6 +7,7 @@ is at fault). Answers that the store has already are judged again instead of bei
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -243,7 +244,7 @@ def _evaluate_cell(
         }
         (work / names.RECEIPT).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
         seed = cell.recipe.seed if training_seed is None else training_seed
-        _log_rows(cell_answers, cell, models.params(uri).get(names.SETTINGS, ""), work, seed)
+        _log_rows(cell_answers, cell, models.params(uri), work, seed)
 
         # The seal comes before the verdict: the answers of a void cell are kept, to be judged by other limits.
         values = {"digest": cell.digest, "questions": questions_digest, "accuracy": metrics[names.ACCURACY]}
@@ -443,13 +444,13 @@ def _sampled(metrics: dict[str, float], samples: int) -> str:
     return f" × {samples} samples, pass@{samples} {metrics[key]:.3f} ± {metrics[f'{key}_stderr']:.3f}"
 
 
-def _log_rows(cell_answers: cells.Answers, cell: Evaluation, settings_digest: str, work: Path, seed: int) -> None:
+def _log_rows(cell_answers: cells.Answers, cell: Evaluation, made: Mapping[str, str], work: Path, seed: int) -> None:
     """Log the rows under the seed of the training that made the weights; the questions' seed has a column too.
 
     Args:
         cell_answers: graded, a row each.
         cell: its recipe and weights.
-        settings_digest: of the settings with which the weights were quantized.
+        made: params of the model: the digest of the settings with which it was quantized, and its layers in few bits.
         work: folder for the files.
         seed: of the training.
     """
@@ -459,10 +460,12 @@ def _log_rows(cell_answers: cells.Answers, cell: Evaluation, settings_digest: st
         "seed": seed,
         "question_seed": recipe.seed,
         names.ENGINE: cell_answers.receipt["engine"],
-        names.SETTINGS: settings_digest,
+        names.SETTINGS: made.get(names.SETTINGS, ""),
         names.GROUP_SIZE: pd.array([group_size] * len(cell_answers.frame), dtype="Int64"),
         names.PROMPT_HASH: prompt.template_hash(prompt.of_recipe(recipe)),
     }
+    if names.LAYERS in made:
+        columns[names.LAYERS] = made[names.LAYERS]
     cell_answers.frame.assign(**columns).to_parquet(work / names.QUESTIONS)
     by_group = groups.markdown(cell_answers.frame)
     if by_group:

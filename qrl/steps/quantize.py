@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -23,7 +23,7 @@ from qrl.formats import groups
 from qrl.quantize import calibration, error
 from qrl.quantize import settings as choices
 from qrl.quantize.settings import Settings
-from qrl.recipe import Recipe, lists
+from qrl.recipe import Recipe, layers, lists
 from qrl.steps import endings, outcome, record
 from qrl.tasks import prompt, question_sets, turns
 from qrl.tasks import rows as task_rows
@@ -131,9 +131,11 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
         facts[names.SETTINGS] = settings.digest(texts.questions_digest)
         if settings.group_size is not None:
             facts[names.GROUP_SIZE] = settings.group_size
+        if settings.layers:
+            facts[names.LAYERS] = layers.text_of(settings.layers)
         uri, digest = record.log_own(recipe, result.path, variant, scheme, parent=source.digest, **facts)
 
-        contents.log_params({f"settings.{key}": value for key, value in asdict(settings).items()} | facts)
+        contents.log_params({f"settings.{key}": value for key, value in settings.shown().items()} | facts)
         contents.log_scores({f"quantize/{cost}": getattr(result, cost) for cost in _COSTS}, model_uri=uri)
         log = contents.live_log()
         for layer, layer_error in enumerate(result.layer_errors):

@@ -156,7 +156,7 @@ def _params(recipe: Recipe, machine: Machine, training: _Training) -> dict[str, 
         "base_stored_in": recipe.train.storage,
         "computed_in": recipe.train.compute,
     }
-    if recipe.train.qat in names.GROUPED_FORMATS:
+    if recipe.train.has_groups:
         params["qat_group_size"] = training.job.group_size
     return params
 

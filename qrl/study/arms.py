@@ -19,7 +19,11 @@ QAT = ("qat-int8", "qat-int8-attention", "qat-int4", "qat-nvfp4-a16", "qat-nvfp4
 ARMS = ("tiny-qlora", *QAT, "qad-int4", "qad-nvfp4-a4")
 # Settings that all methods share.
 SHARED = ("model", "task", "data", "prompt", "chat", "device", "evaluate", "quantize.calibration_samples")
-WITHOUT_QUANTIZATION = {"train.qat": "none", "train.qat_calibration": "task"}  # changes of a distilled arm's control
+WITHOUT_QUANTIZATION = {
+    "train.qat": "none",
+    "train.qat_layers": "",
+    "train.qat_calibration": "task",
+}  # changes of a distilled arm's control
 
 
 class Arm(NamedTuple):

@@ -174,7 +174,8 @@ def check_schemes(recipe: Recipe, base: Path, objections: Objections | None = No
     from qrl.quantize import settings as choices
 
     collected = Objections() if objections is None else objections
-    is_shipped = recipe.model in source.SHIPPED  # such a model fits every scheme, and the check imports torch
+    # The shipped model fits every scheme, and the check imports torch; but a term of layers may match none of its own.
+    is_shipped = recipe.model in source.SHIPPED and not recipe.quantize.layers
     for scheme in recipe.quantize.schemes:
         settings = collected.keep(choices.settings_of, scheme, recipe.quantize, recipe.seed)
         if settings and not is_shipped:

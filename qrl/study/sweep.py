@@ -171,10 +171,25 @@ def _check_model(
         raise BadInput(
             f"Two methods have different formats under the one name {names.RTN_FILE}: sweep one of them at a time."
         )
+    _check_layers(methods)
     typed = {"recipe": first_recipe, **overrides}
     device, base_digest = preflight.check(methods[0], typed, beside=schemes, yes=yes)
     parameters = Shape.of(addresses.folder(methods[0].model)).parameters
     return _Target(name, arms_by_seed, device, base_digest, parameters)
+
+
+def _check_layers(methods: list[Recipe]) -> None:
+    """Raise BadInput if two methods store other linears in one scheme: its cells have one name, and are compared."""
+    layers_of: dict[str, tuple[str, ...]] = {}
+    for recipe in methods:
+        is_first = recipe is methods[0]
+        own_schemes = () if recipe.train.qat == "none" else (scheme_of(recipe),)
+        for scheme in recipe.quantize.schemes if is_first else own_schemes:
+            if layers_of.setdefault(scheme, recipe.quantize.layers) != recipe.quantize.layers:
+                raise BadInput(
+                    f"Two methods store different linears in the one scheme {scheme} (quantize.layers): sweep one of "
+                    "them at a time."
+                )
 
 
 def _look_ahead(target: _Target) -> DryRun:

@@ -64,7 +64,8 @@ def _mismatch(
     # Several schemes share one method; the kinds of codes tell most of them apart, and the store's record the rest.
     kinds = kind.of(checkpoint.config(weights.path).get("quantization_config") or {})
     expected_kinds = kind.KINDS.get(stored_scheme, ())
-    if not kinds <= set(expected_kinds):
+    is_mixed = len(kinds) > 1  # linears in a format of their own, beside those of the scheme
+    if not (kinds & set(expected_kinds) if is_mixed else kinds <= set(expected_kinds)):
         return " and ".join(sorted(kinds)), " or ".join(expected_kinds)
     if recorded_scheme not in (None, stored_scheme):
         return recorded_scheme, stored_scheme

@@ -65,7 +65,7 @@ def trained(
         inputs["teacher"] = teacher
     if recipe.train.qat_calibration != choices.TASK:
         inputs["qat_calibration"] = process.file_digest(recipe.train.qat_calibration)
-    if recipe.train.qat in names.GROUPED_FORMATS and group_size != groups.USUAL:
+    if recipe.train.has_groups and group_size != groups.USUAL:
         inputs["group_size"] = str(group_size)
     if recipe.train.qat.endswith(".yaml"):
         inputs["qat"] = process.file_digest(recipe.train.qat)

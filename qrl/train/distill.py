@@ -119,7 +119,7 @@ def make_trainer(job: Job, teacher: Path):
     loss = functools.partial(divergence, reverse=settings.distill_reverse, temperature=settings.temperature)
     rows = [{"prompt": prompt.messages(question.question, job.template)} for question in job.questions]
     scoring = _teacher(checkpoint.check(teacher), job)
-    trainer = distillation_trainer(loss, scoring, job.rollout, settings.qat, job.group_size)(
+    trainer = distillation_trainer(loss, scoring, job.rollout, settings, job.group_size)(
         model=policy.load(job.base, settings, job.device),
         args=args,
         train_dataset=arguments.dataset([row for row in rows for _ in range(settings.generations)]),

@@ -75,8 +75,7 @@ def make_trainer(job: Job, kind: metrics.Kind = metrics.GRPO, specialize: Callab
     ]
     tokens = policy.tokenizer(job.base)
     tags = prompt.thinking_tags(tokens, job.template)
-    trainer_class = grpo_trainer(job.rollout, settings.max_resamples, settings.qat, job.group_size)
-    trainer = specialize(trainer_class)(
+    trainer = specialize(grpo_trainer(job.rollout, settings, job.group_size))(
         model=policy.load(job.base, settings, job.device),
         reward_funcs=reward.functions(job.task, settings.rewards, settings, tokens, tags),
         args=arguments.grpo_config(job),

@@ -408,6 +408,17 @@ def test_groups_of_another_size_are_shown_with_their_scheme(frame):
     assert compare.from_questions(frame).scheme_label("awq") == "awq"
 
 
+def test_schemes_of_some_layers_are_shown_with_them(frame):
+    layers = frame["scheme"].map({"awq": "mlp,-first:2"})
+    sizes = frame["scheme"].map({"awq": 64})
+    shown = compare.from_questions(frame.assign(layers=layers, group_size=sizes))
+    label = "awq (groups of 64; layers mlp,-first:2)"
+    assert [shown.scheme_label(scheme) for scheme in shown.schemes] == ["full", "nf4", label]
+    assert f"| {label} |" in shown.markdown() and shown.table_json()["awq"]["label"] == label
+    two = layers.where(frame["question"] != "q0", "attention")
+    assert compare.from_questions(frame.assign(layers=two)).scheme_label("awq") == "awq"  # of two none is named
+
+
 @pytest.mark.parametrize("margin", ["0.1", True, math.nan, 0, 1])
 def test_a_margin_that_is_no_loss_of_accuracy_is_refused_in_a_sentence(frame, margin):
     with pytest.raises(BadInput, match=r"margin is .* but must be between 0 and 1"):

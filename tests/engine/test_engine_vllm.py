@@ -21,7 +21,8 @@ from qrl import checkpoint, names, quantize, recipe, tiny
 from qrl.engine import hf, vllm, vllm_support
 from qrl.errors import BadInput, QrlError
 from qrl.evaluate import cells
-from qrl.recipe import Evaluate, Recipe
+from qrl.quantize import settings as choices
+from qrl.recipe import Evaluate, Quantize, Recipe
 from qrl.study import build
 from qrl.tasks import load
 from qrl.tracking import keys
@@ -139,6 +140,40 @@ def test_three_bits_are_answered_unpacked_as_transformers_answers_them(answered,
     )
     assert (rows["completion"] == ours.frame["completion"]).mean() >= 0.95
     assert receipt["unpacked"] is True
+
+
+INNER = ("-first:1", "-last:1")
+LAYERED = {  # scheme, layers, unpacked: a CPU has no kernel for four-bit floats
+    "codes beside full precision": ("rtn-int4", ("mlp", *INNER), False),
+    "two formats": ("rtn-int4", ("attention=fp8", *INNER), False),
+    "four-bit floats": ("rtn-nvfp4-a16", ("mlp", *INNER), True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERED)
+def test_linears_in_few_bits_beside_others_are_answered_as_transformers_answers_them(name, answered, tmp_path):
+    scheme, terms, unpacked = LAYERED[name]
+    settings = choices.settings_of(scheme, Quantize(layers=terms), 0)
+    path = quantize.run(scheme, tiny.PATH, tmp_path / "stored", settings=settings).path
+    rows, receipt = answered(path, unpacked=unpacked, dtype="bf16")  # its CPU kernels for codes die in float32
+    ours = cells.answer_questions(
+        cells.Cell("base", scheme, path), load("arithmetic", "heldout", N, 0), asked("transformers"), "cpu"
+    )
+    assert (rows["completion"] == ours.frame["completion"]).mean() >= 0.9
+    methods = [kernel.partition("/")[0] for kernel in receipt["kernels"]]
+    of_codes = [method for method in methods if method.startswith("CompressedTensors")]
+    assert len(of_codes) == {"codes beside full precision": 1, "two formats": 2, "four-bit floats": 0}[name]
+    assert "UnquantizedLinearMethod" in methods
+
+
+def test_a_fused_linear_that_is_stored_in_two_ways_is_refused_before_vllm_starts(tiny_checkpoint, tmp_path):
+    for scheme, terms in (("rtn-int4", ("q_proj",)), ("rtn-int4", ("up_proj=int8",)), ("nf4", ("-k_proj",))):
+        settings = choices.settings_of(scheme, Quantize(layers=terms), 0)
+        path = quantize.run(scheme, tiny_checkpoint, tmp_path / "-".join((scheme, *terms)), settings=settings).path
+        with pytest.raises(BadInput, match=r"vLLM fuses them .*unpacked=true") as refused:
+            vllm_support.check_runs(path, "cpu")
+        assert "model.layers.0." in str(refused.value)
 
 
 @pytest.mark.parametrize(

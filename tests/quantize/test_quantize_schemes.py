@@ -185,7 +185,7 @@ def test_spinquant_keeps_the_model_and_its_matrices_can_be_turned_back(family, t
     plain.write(result.path, tmp_path / "plain")
     rotated = pretrained.load(source, dtype=torch.float32)
     with compressed._oneshot_on("cpu") as oneshot:
-        oneshot(model=rotated, recipe=compressed._recipe(chosen("spinquant", group_size=128), rotated.config)[:1])
+        oneshot(model=rotated, recipe=compressed._recipe(chosen("spinquant", group_size=128), rotated)[:1])
     models = [hf.load(path, "cpu", torch.float32)[0] for path in (source, result.path, tmp_path / "plain")]
     with torch.inference_mode():
         logits = [each(torch.arange(5, 69)[None]).logits for each in (*models, rotated)]

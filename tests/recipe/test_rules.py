@@ -25,6 +25,11 @@ BROKEN = {  # rule → a recipe that breaks it
     "processes-need-parallel": Recipe(train=Train(processes=2)),
     "qat-trains-all-weights": Recipe(train=Train(qat="int8", method="lora")),
     "calibration-needs-qat": Recipe(train=Train(qat_calibration="texts.jsonl")),
+    "qat-layers-need-qat": Recipe(train=Train(qat_layers=("mlp",))),
+    "qat-layers-are-stored-as-trained": Recipe(train=Train(qat="int4", qat_layers=("mlp",))),
+    "attention-has-layers-of-its-own": Recipe(
+        train=Train(qat="int8-attention", qat_layers=("mlp",)), quantize=Quantize(schemes=("nf4",), layers=("mlp",))
+    ),
     "sft-has-no-teacher": Recipe(train=Train(algorithm="sft", teacher="m")),
     "sft-has-no-qat": Recipe(train=Train(algorithm="sft", qat="int8")),
     "sft-trains-all-weights": Recipe(train=Train(algorithm="sft", method="lora")),
@@ -74,6 +79,11 @@ BROKEN = {  # rule → a recipe that breaks it
         rollout=Rollout(is_correction="none", max_engine_kl=1, **VLLM)
     ),
     "real-codes-need-their-format": Recipe(rollout=Rollout(quantization="real", **VLLM)),
+    "a-server-rounds-inputs-of-all-linears": Recipe(
+        train=Train(qat="fp8", qat_layers=("mlp",)),
+        rollout=Rollout(mode="server", **VLLM),
+        quantize=Quantize(schemes=("rtn-fp8",), layers=("mlp",)),
+    ),
     "real-codes-need-an-engine-within-training": Recipe(
         train=Train(qat="int4"), rollout=Rollout(quantization="real", mode="server", **VLLM)
     ),
@@ -98,6 +108,10 @@ BROKEN = {  # rule → a recipe that breaks it
     "verl-has-no-train.min_p": Recipe(train=Train(trainer="verl", min_p=0.1), rollout=Rollout(**VLLM)),
     "verl-stores-the-base-in-fp32": Recipe(
         train=Train(trainer="verl", method="lora", base_storage="bf16"), rollout=Rollout(**VLLM)
+    ),
+    "layers-need-a-scheme-that-can-leave-some-out": Recipe(quantize=Quantize(schemes=("awq",), layers=("mlp",))),
+    "mixed-formats-need-a-scheme-that-can-hold-them": Recipe(
+        quantize=Quantize(schemes=("gptq", "nf4"), layers=("mlp=fp8",))
     ),
     "rtn-file-needs-its-file": Recipe(quantize=Quantize(schemes=("rtn-file",))),
     "awq-has-no-rollouts": Recipe(quantize=Quantize(schemes=("awq",), calibration="rollouts")),

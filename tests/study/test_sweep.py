@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 import qrl
-from qrl import names, tiny
+from qrl import names, recipe, tiny
 from qrl.compare.answers import SHOWN
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.study import arms, sweep
@@ -306,3 +306,19 @@ def test_a_whole_sweep_of_two_models_resumes_and_registers_the_best_cells(tmp_pa
     for name in ("qrl-tiny", "qrl-large"):
         aliases = client.get_registered_model(name).aliases
         assert {"base", "grpo"} < set(aliases) and len(aliases) == 3
+
+
+def test_methods_that_store_other_linears_in_one_scheme_are_refused_before_they_train():
+    def method(qat, layers, schemes="nf4"):
+        typed = {"train.qat": qat, "quantize.schemes": schemes}
+        if layers:
+            typed |= {"train.qat_layers": layers, "quantize.layers": layers}
+        return recipe.load("tiny", typed)
+
+    first = method("none", "")
+    sweep._check_layers([first, method("int4", "mlp"), method("int8", "attention"), method("nvfp4-a16", "")])
+    for others in ([method("int4", "mlp"), method("int4", "")], [method("int4", "mlp"), method("int4", "-first:1")]):
+        with pytest.raises(BadInput, match="different linears in the one scheme rtn-int4"):
+            sweep._check_layers([first, *others])
+    with pytest.raises(BadInput, match="one scheme rtn-int4"):
+        sweep._check_layers([method("none", "", "rtn-int4"), method("int4", "mlp")])

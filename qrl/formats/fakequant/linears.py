@@ -6,6 +6,7 @@ Training and storing use the same answer, so that what is trained in few bits is
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from qrl.formats.fakequant import rounding
 from qrl.workspace import write_atomically
 
 if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationScheme
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -50,8 +52,13 @@ def check_fit(model: PreTrainedModel, name: str, group_size: int = groups.USUAL)
     Raises:
         BadInput: as for `covered`, or groups do not divide a linear's inputs.
     """
+    check_widths(covered(model, name), name, group_size)
+
+
+def check_widths(linear_of: Mapping[str, nn.Linear], name: str, group_size: int = groups.USUAL) -> None:
+    """Raise BadInput where groups of a format do not divide a linear's inputs, or blocks its matrix; by path."""
     weights = rounding.scheme(name, group_size).weights
-    for path, linear in covered(model, name).items():
+    for path, linear in linear_of.items():
         rounding.check_width(path, linear, weights)
 
 
@@ -89,7 +96,12 @@ def check_architecture(model: PreTrainedModel, *, transposed: bool = False) -> N
 
 def needs_calibration(name: str) -> bool:
     """Return whether a format scales activations by something that has to be calibrated on texts."""
-    args = rounding.scheme(name).input_activations
+    return is_calibrated(rounding.scheme(name))
+
+
+def is_calibrated(scheme: QuantizationScheme) -> bool:
+    """Return whether a scheme scales activations by something that has to be calibrated on texts."""
+    args = scheme.input_activations
     return args is not None and args.dynamic == "local"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,20 +47,31 @@ def arguments(spec: str) -> QuantizationArgs:
     return presets.library().QuantizationArgs.model_validate_json(spec)
 
 
-def engine_config(name: str) -> dict[str, Any] | None:
+def engine_config(name: str, format_of: Mapping[str, str] | None = None) -> dict[str, Any] | None:
     """Return what an engine must know of a format, as a checkpoint's `quantization_config`; None if inputs stay.
 
     Args:
         name: one of `names.FORMATS`, or a file; "none" has no format.
+        format_of: linear → its format, where not all have this one; linears that it lacks are left alone.
 
     Raises:
         BadInput: as for `rounding.scheme`.
     """
+    config: dict[str, Any] = {"quant_method": METHOD, "version": version()}
+    if format_of is None:
+        spec = _spec(name)
+        return config | {"input_activations": spec} if spec else None
+    spec_of = {path: _spec(format_name) for path, format_name in format_of.items()}
+    specs = {path: spec for path, spec in spec_of.items() if spec}
+    return config | {"linears": specs} if specs else None
+
+
+def _spec(name: str) -> str | None:
+    """Return how a format rounds inputs, as JSON; None if it does not."""
     args = None if name == "none" else rounding.scheme(name).input_activations
     if args is None:
         return None
-    spec = args.model_dump_json(exclude_none=True, exclude={"observer", "observer_kwargs"})
-    return {"quant_method": METHOD, "version": version(), "input_activations": spec}
+    return args.model_dump_json(exclude_none=True, exclude={"observer", "observer_kwargs"})
 
 
 @functools.cache

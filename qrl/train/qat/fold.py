@@ -213,14 +213,14 @@ def _not_finite(name: str) -> QrlError:
 
 
 def _renew(stale_folds: Sequence[Fold]) -> None:
-    """Compute Q(W) of folds of one format, in the memory of the previous one."""
+    """Compute Q(W) of folds, in the memory of the previous one."""
     batches: dict[tuple, list[Fold]] = {}  # folds that one call can compute, by what they must have in common
     for fold in stale_folds:
         fold.release()
         weight = next(iter(fold.members.values())).weight
-        batches.setdefault((fold.dtype, weight.dtype, weight.device), []).append(fold)
+        batches.setdefault((fold.dtype, weight.dtype, weight.device, id(fold.scheme)), []).append(fold)
 
-    for (dtype, _, _), batch in batches.items():
+    for (dtype, *_), batch in batches.items():
         with torch.inference_mode(False), torch.no_grad():
             masters = [[linear.weight for linear in fold.members.values()] for fold in batch]
             computed = fused.folded(masters, batch[0].scheme.weights, dtype)

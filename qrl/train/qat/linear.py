@@ -5,21 +5,24 @@ checkpoints stay the same. Such a linear asks its fold for Q(W) in each forward 
 and README.md defines Q(W), its folds and its gradient.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from qrl.errors import BadInput, QrlError
-from qrl.formats import groups
-from qrl.formats.fakequant import linears, rounding
+from qrl.formats import groups, layers
+from qrl.formats.fakequant import rounding
 from qrl.train import sharded
 from qrl.train.qat.fold import Fold, folds, refold
 
-# Linears that an engine fuses into one, which therefore share NVFP4's global scale; llm-compressor's FUSED_LAYER_NAMES.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationArgs
 
 
 class QATLinear(nn.Linear):
@@ -61,6 +64,7 @@ def attach(
     dtype: torch.dtype | None = None,
     *,
     group_size: int = groups.USUAL,
+    terms: Sequence[str] = (),
     shards: bool = False,
 ) -> list[Fold]:
     """Swap the class of every linear that the format covers, in place, and fold Q(W).
@@ -70,39 +74,43 @@ def attach(
         name: one of `names.FORMATS`, or a file.
         dtype: of the forward pass and of Q(W); default: the masters' own.
         group_size: as for `rounding.scheme`.
+        terms: of `train.qat_layers`: linears to leave out, or with a format of their own.
         shards: FSDP 2 will shard the weights, or does: each forward pass folds its own Q(W), and `refold` checks them.
 
     Returns:
         The folds, one for each set of linears that share a scale; `fold.folds(model)` returns them again.
 
     Raises:
-        BadInput: the format is unknown, does not fit the model, or weights are NaN or infinite.
+        BadInput: the format is unknown, does not fit the model, or weights are NaN or infinite; or a term matches no
+            linear.
     """
-    scheme = rounding.scheme(name, group_size)
-    linears_by_scale: dict[tuple, dict[str, nn.Linear]] = {}  # parent and fused leaves → linears by path
-    for path, linear in linears.covered(model, name).items():
-        rounding.check_width(path, linear, scheme.weights)
-        if linear.weight.dtype.itemsize < 2:
-            raise BadInput(
-                f"Layer {path} is in {linear.weight.dtype}, but QAT needs masters of at least 16 bits: convert it "
-                "first."
-            )
-        parent, _, leaf = path.rpartition(".")
-        fused = next((leaves for leaves in FUSED if leaf in leaves), (leaf,))
-        linears_by_scale.setdefault((parent, fused), {})[path] = linear
-
+    plan = layers.plan_of(model, name, terms, "train.qat_layers")
     model_folds: list[Fold] = []
-    for members in linears_by_scale.values():
-        first = next(iter(members.values()))
-        fold = Fold(scheme, dtype or first.weight.dtype, members, model_folds, shards)
-        model_folds.append(fold)
-        for linear in members.values():
-            linear.__class__ = QATLinear
-            linear.fold = fold
-            linear.input_global_scale = None
+    for format_name, paths in plan.by_format.items():
+        scheme = rounding.scheme(format_name, group_size)
+        for shared in layers.fused_sets(paths):  # they share NVFP4's global scale
+            members = layers.named(model, shared)
+            for path, linear in members.items():
+                _check_master(path, linear, scheme.weights)
+            first = next(iter(members.values()))
+            fold = Fold(scheme, dtype or first.weight.dtype, members, model_folds, shards)
+            model_folds.append(fold)
+            for linear in members.values():
+                linear.__class__ = QATLinear
+                linear.fold = fold
+                linear.input_global_scale = None
     if not shards:
         begin(model)
     return model_folds
+
+
+def _check_master(path: str, linear: nn.Linear, args: QuantizationArgs) -> None:
+    """Raise BadInput if a format cannot hold a linear, or its weights are no masters."""
+    rounding.check_width(path, linear, args)
+    if linear.weight.dtype.itemsize < 2:
+        raise BadInput(
+            f"Layer {path} is in {linear.weight.dtype}, but QAT needs masters of at least 16 bits: convert it first."
+        )
 
 
 def begin(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from qrl import checkpoint, process
 from qrl.engine import hf, pretrained
 from qrl.errors import BadInput
-from qrl.formats import groups
+from qrl.formats import groups, layers
 from qrl.formats.fakequant import linears, rounding
 from qrl.recipe import Train
 from qrl.tasks import prompt
@@ -38,7 +38,10 @@ def check(settings: Train, base: Path, group_size: int = groups.USUAL) -> None:
     """Raise BadInput if `train.qat`, in groups of this size, does not fit the model; no weight is loaded."""
     if settings.qat == "none":
         return
-    linears.check_fit(pretrained.skeleton(checkpoint.config(base)), settings.qat, group_size)
+    model = pretrained.skeleton(checkpoint.config(base))
+    plan = layers.plan_of(model, settings.qat, settings.qat_layers, "train.qat_layers")
+    for format_name, paths in plan.by_format.items():
+        linears.check_widths(layers.named(model, paths), format_name, group_size)
     _of_file(settings)
 
 
@@ -60,7 +63,7 @@ def begin(trainer, job: Job) -> None:
     model = trainer.accelerator.unwrap_model(trainer.model)
     shards = process.sharded()
     dtype = torch.bfloat16 if settings.compute == "bf16" else None
-    attach(model, settings.qat, dtype, group_size=job.group_size, shards=shards)
+    attach(model, settings.qat, dtype, group_size=job.group_size, terms=settings.qat_layers, shards=shards)
     if not shards:
         _measure(model, job, fresh=True)
 
@@ -177,7 +180,7 @@ def calibrate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> dict[st
         largest[path] = torch.maximum(largest.get(path, batch_largest), batch_largest)
 
     with off(model), torch.no_grad(), contextlib.ExitStack() as hooks:
-        for path, module in _attached(model).items():
+        for path, module in _calibrated(model).items():
             hooks.enter_context(module.register_forward_pre_hook(functools.partial(record_largest, path)))
         for batch in batches:
             mask = batch["attention_mask"].bool()  # read by the hooks
@@ -198,8 +201,8 @@ def set_activation_scales(model: nn.Module, scales: dict[str, float]) -> None:
     Raises:
         BadInput: a scale is missing, belongs to no linear of the model, or is no positive number.
     """
-    attached = _attached(model)
-    in_only_one = sorted(set(attached) ^ set(scales))
+    calibrated = _calibrated(model)
+    in_only_one = sorted(set(calibrated) ^ set(scales))
     if in_only_one:
         raise BadInput(
             f"The activation scales do not fit the model ({in_only_one[0]} is in only one): calibrate again."
@@ -212,13 +215,19 @@ def set_activation_scales(model: nn.Module, scales: dict[str, float]) -> None:
             )
     # One tensor per value: the members of a fold recognize by it that their inputs are rounded alike.
     tensor_of: dict[float, Tensor] = {}
-    for path, module in attached.items():
+    for path, module in calibrated.items():
         scale = torch.tensor([scales[path]], dtype=torch.float32, device=module.weight.device)
         module.input_global_scale = tensor_of.setdefault(scales[path], scale)
 
 
 def _attached(model: nn.Module) -> dict[str, QATLinear]:
     return {path: module for path, module in model.named_modules() if isinstance(module, QATLinear)}
+
+
+def _calibrated(model: nn.Module) -> dict[str, QATLinear]:
+    """Return the linears that have a calibrated scale of their inputs."""
+    attached = _attached(model).items()
+    return {path: module for path, module in attached if linears.is_calibrated(module.fold.scheme)}
 
 
 def state(model: nn.Module) -> dict[str, Iterator[tuple[str, Tensor]]]:

@@ -1,11 +1,15 @@
 """What rollouts by vLLM need, checked before any weight is loaded."""
 
 import importlib.util
+from pathlib import Path
 
 import torch
 
-from qrl import process
+from qrl import checkpoint, process
+from qrl.engine import pretrained
 from qrl.errors import BadInput
+from qrl.formats import layers
+from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout, Train, rules
 from qrl.train.job import Job, Machine
 from qrl.train.rollout import codes, server, vllm_engine
@@ -49,6 +53,25 @@ def check(settings: Rollout, device: str, train: Train) -> None:
             check_fp8(settings, torch.cuda.get_device_capability(), torch.cuda.get_device_name())
 
 
+def check_layers(train: Train, settings: Rollout, base: Path) -> None:
+    """Raise BadInput if `train.qat_layers` treats linears differently that vLLM fuses into one, where it computes so.
+
+    An engine that only multiplies by Q(W) is sent plain matrices, which fit whatever their format.
+    """
+    if not train.qat_layers:
+        return
+    skeleton = pretrained.skeleton(checkpoint.config(base))
+    plan = layers.plan_of(skeleton, train.qat, train.qat_layers, "train.qat_layers")
+    rounds_inputs = operation.engine_config(train.qat, plan.formats) is not None
+    split = layers.split_set(plan)
+    if split and (rounds_inputs or settings.quantization == codes.NAME):
+        raise BadInput(
+            f"train.qat_layers does not treat {', '.join(split)} alike, but the rollout engine fuses them into one "
+            "linear: name all of them or none, or set rollout.engine = transformers.",
+            field="train.qat_layers",
+        )
+
+
 def check_job(job: Job, machine: Machine) -> None:
     """Check that this machine can sample for a job: `check`, vLLM itself, and the length of its questions.
 
@@ -58,6 +81,7 @@ def check_job(job: Job, machine: Machine) -> None:
     check(job.rollout, machine.device, job.settings)
     if job.rollout.engine == VLLM:
         check_installed(job.rollout)
+        check_layers(job.settings, job.rollout, job.base)
         check_length(job)
 
 

@@ -9,7 +9,7 @@ difference. Written for vLLM 0.31.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from qrl import checkpoint
 from qrl.engine import pretrained
-from qrl.formats import groups
-from qrl.formats.fakequant import linears, rounding
+from qrl.formats import groups, layers
+from qrl.formats.fakequant import rounding
 from qrl.train import sharded
 from qrl.train.qat.fold import folds
 from qrl.train.rollout import sync
@@ -29,25 +29,31 @@ _ORDER = ("weight_shape", "weight_global_scale", "weight_scale", "weight_packed"
 _PART = re.compile(r"\.weight_(shape|global_scale|scale|packed)$")
 
 
-def engine_config(base: str | Path, name: str, group_size: int = groups.USUAL) -> dict[str, Any]:
+def engine_config(
+    base: str | Path, name: str, group_size: int = groups.USUAL, terms: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the `quantization_config` of a checkpoint that stores a base's covered linears as a format's codes.
 
-    `group_size` is as for `rounding.scheme`.
+    `group_size` is as for `rounding.scheme`, `terms` are those of `train.qat_layers`.
 
     Raises:
-        BadInput: as for `linears.covered`.
+        BadInput: as for `layers.plan_of`.
     """
     from compressed_tensors.quantization import QuantizationConfig
 
     model = pretrained.skeleton(checkpoint.config(base))
-    covered = linears.covered(model, name)
+    plan = layers.plan_of(model, name, terms, "train.qat_layers")
     linear_paths = [path for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    scheme = rounding.scheme(name, group_size)
-    layout = _layout(scheme)
+    config_groups = {}
+    for number, (format_name, paths) in enumerate(plan.by_format.items()):
+        scheme = rounding.scheme(format_name, group_size)
+        targets = paths if terms else scheme.targets
+        config_groups[f"group_{number}"] = scheme.model_copy(update={"format": _layout(scheme), "targets": targets})
+    layouts = {scheme.format for scheme in config_groups.values()}
     config = QuantizationConfig(
-        config_groups={"group_0": scheme.model_copy(update={"format": layout})},
-        ignore=[path for path in linear_paths if path not in covered],
-        format=layout,
+        config_groups=config_groups,
+        ignore=[path for path in linear_paths if path not in plan.formats],
+        format=layouts.pop() if len(layouts) == 1 else "mixed-precision",
         quantization_status="compressed",
     )
     return config.model_dump(mode="json")

@@ -24,9 +24,9 @@ import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from qrl import checkpoint, process
-from qrl.engine import vllm, vllm_support
+from qrl.engine import pretrained, vllm, vllm_support
 from qrl.errors import QrlError
-from qrl.formats import groups
+from qrl.formats import groups, layers
 from qrl.formats.fakequant import operation
 from qrl.recipe import Rollout
 from qrl.train.rollout import codes, memory
@@ -53,6 +53,7 @@ def create(
     world: int,
     qat: str = "none",
     group_size: int = groups.USUAL,
+    terms: Sequence[str] = (),
     slot: Mapping[str, Any] | None = None,
     raw_logprobs: bool = False,
 ) -> LLM:
@@ -65,6 +66,7 @@ def create(
         sleeps: let it give its memory back between rollouts.
         qat: the format of training; the engine rounds activations as its forward pass does, or holds its codes.
         group_size: inputs that share a scale, of its codes in integers.
+        terms: of `train.qat_layers`: which linears have the format.
         slot: vLLM's options for an adapter that is not merged, from `slot.options`.
         raw_logprobs: report log-probabilities before tokens are penalized or left out, at temperature 1.
 
@@ -76,10 +78,10 @@ def create(
     from vllm import LLM
 
     holds_codes = settings.quantization == codes.NAME
-    rounding = operation.engine_config(qat)
+    rounding = _rounding(model, qat, terms)
     format_options: dict[str, Any] = {}
     if holds_codes:
-        config = codes.engine_config(model, qat, group_size)
+        config = codes.engine_config(model, qat, group_size, terms)
         vllm_support.check_format(config, "cuda" if torch.cuda.is_available() else "cpu")
         # The base's own weights are no codes, so the engine starts with random ones.
         format_options = {"hf_overrides": {"quantization_config": config}, "load_format": _codes_loader()}
@@ -128,6 +130,14 @@ def create(
             "transformers, and report the model's architecture."
         )
     return engine
+
+
+def _rounding(model: str, qat: str, terms: Sequence[str]) -> dict[str, Any] | None:
+    """Return how the engine rounds inputs, as `operation.engine_config` does, linear by linear where they differ."""
+    if not terms:
+        return operation.engine_config(qat)
+    skeleton = pretrained.skeleton(checkpoint.config(model))
+    return operation.engine_config(qat, layers.plan_of(skeleton, qat, terms, "train.qat_layers").formats)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from qrl.formats import groups
-from qrl.recipe import Rollout
+from qrl.recipe import Rollout, Train
 from qrl.train import rollout
 from qrl.train.teacher import Likeliest, Teacher
 from qrl.train.trl import vllm_link
@@ -24,7 +24,7 @@ def distillation_trainer(
     divergence: Callable[[Tensor, Likeliest], Tensor],
     teacher: Teacher,
     settings: Rollout,
-    qat: str,
+    train: Train,
     group_size: int = groups.USUAL,
 ) -> type:
     """Return TRL's distillation trainer with another loss.
@@ -35,7 +35,7 @@ def distillation_trainer(
         divergence: (N, V) logits of the student, and the teacher's likeliest tokens → (N,).
         teacher: scores the tokens of a micro-batch.
         settings: who samples.
-        qat, group_size: the format of training, for vLLM.
+        train, group_size: the format of training, for vLLM.
 
     Raises:
         BadInput: the recipe samples with vLLM, which is not installed.
@@ -45,7 +45,7 @@ def distillation_trainer(
 
     base = DistillationTrainer
     if settings.engine == rollout.VLLM:
-        base = vllm_link.sampling_with_vllm(DistillationTrainer, settings, qat, group_size, logprobs=None)
+        base = vllm_link.sampling_with_vllm(DistillationTrainer, settings, train, group_size, logprobs=None)
 
     class Trainer(base):
         def compute_loss(self, model, inputs, *args, **kwargs):

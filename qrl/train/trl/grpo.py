@@ -12,23 +12,24 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from qrl.formats import groups
-from qrl.recipe import Rollout
+from qrl.recipe import Rollout, Train
 from qrl.train import rollout
 from qrl.train.rollout import engine_gap
 from qrl.train.trl import vllm_link
 
 # Positions in the tuple that TRL's `_generate` returns; each holds one value per completion.
 _PROMPT_IDS, _COMPLETION_IDS, _COMPLETIONS, _LOGPROBS = 0, 1, 3, 4
+_TRAIN = Train()
 _PER_COMPLETION = (_PROMPT_IDS, _COMPLETION_IDS, _COMPLETIONS, _LOGPROBS)
 
 
-def grpo_trainer(settings: Rollout, resamples: int = 0, qat: str = "none", group_size: int = groups.USUAL) -> type:
+def grpo_trainer(settings: Rollout, train: Train = _TRAIN, group_size: int = groups.USUAL) -> type:
     """Return TRL's GRPO trainer, or a subclass that samples with vLLM and logs its gap, or that samples groups again.
 
     Args:
         settings: who samples.
-        resamples: largest number of rounds in which groups with equal rewards are sampled again.
-        qat, group_size: the format of training, for vLLM.
+        train: how often groups with equal rewards are sampled again, and for vLLM the format of training.
+        group_size: of that format.
 
     Raises:
         BadInput: the recipe samples with vLLM, which is not installed.
@@ -36,11 +37,11 @@ def grpo_trainer(settings: Rollout, resamples: int = 0, qat: str = "none", group
     rollout.check_installed(settings)
     from trl import GRPOTrainer
 
-    base = _resampling(GRPOTrainer, resamples) if resamples else GRPOTrainer
+    base = _resampling(GRPOTrainer, train.max_resamples) if train.max_resamples else GRPOTrainer
     if settings.engine != rollout.VLLM:
         return base
 
-    class Trainer(vllm_link.sampling_with_vllm(base, settings, qat, group_size)):
+    class Trainer(vllm_link.sampling_with_vllm(base, settings, train, group_size)):
         def _generate_and_score_completions(self, inputs):
             batch = super()._generate_and_score_completions(inputs)
             engine_logprobs = batch.get("sampling_per_token_logps")

@@ -17,14 +17,15 @@ import time
 import torch
 
 from qrl.formats import groups
-from qrl.recipe import Rollout
+from qrl.recipe import Rollout, Train
 from qrl.train import rollout
 from qrl.train.rollout import checks, codes, slot, sync, vllm_engine
 
 _TRANSFORMERS = Rollout()
+_TRAIN = Train()
 
 
-def sampling_with_vllm(base: type, settings: Rollout, qat: str, group_size: int, logprobs: int | None = 0) -> type:
+def sampling_with_vllm(base: type, settings: Rollout, train: Train, group_size: int, logprobs: int | None = 0) -> type:
     """Return a trainer of TRL's that samples through `link`, and logs its speed."""
 
     class Trainer(base):
@@ -35,7 +36,7 @@ def sampling_with_vllm(base: type, settings: Rollout, qat: str, group_size: int,
             self.vllm_mode = settings.mode
             self.args.use_vllm = True  # for the run's record
             self.args.vllm_mode = settings.mode
-            self.vllm_generation = link(self, settings, qat, group_size, logprobs)
+            self.vllm_generation = link(self, settings, train, group_size, logprobs)
             self._last_loaded_step = -1
 
         def _generate_and_score_completions(self, inputs):
@@ -53,13 +54,13 @@ def log_metrics(trainer, metrics: dict[str, float]) -> None:
         trainer._metrics[mode][rollout.PREFIX + name].append(value)
 
 
-def link(trainer, settings: Rollout, qat: str = "none", group_size: int = groups.USUAL, logprobs: int | None = 0):
+def link(trainer, settings: Rollout, train: Train = _TRAIN, group_size: int = groups.USUAL, logprobs: int | None = 0):
     """Return TRL's link to vLLM with our engine, weights and sampling; TRL's own client queries a server.
 
     Args:
         trainer: TRL's.
         settings: who samples.
-        qat, group_size: the format of training.
+        train, group_size: the format of training.
         logprobs: 0 returns those of sampled tokens, None none.
     """
     from trl.generation.vllm_generation import VLLMGeneration
@@ -67,10 +68,11 @@ def link(trainer, settings: Rollout, qat: str = "none", group_size: int = groups
     class Generation(Link, VLLMGeneration):
         """TRL's class behind ours."""
 
-    # TRL's constructor calls `_init_vllm`, which reads these four, so they must be there before it runs.
+    # TRL's constructor calls `_init_vllm`, which reads these five, so they must be there before it runs.
     Generation.trainer = trainer
     Generation.settings = settings
-    Generation.qat = qat
+    Generation.qat = train.qat
+    Generation.qat_layers = train.qat_layers
     Generation.group_size = group_size
     return Generation(
         model=trainer.model,
@@ -98,6 +100,7 @@ class Link:
     trainer = None  # TRL's
     settings: Rollout = _TRANSFORMERS
     qat: str = "none"
+    qat_layers: tuple[str, ...] = ()
     group_size: int = groups.USUAL
     _slot: bool = False  # whether the adapter is sent alone, into a slot of the engine
     _base_sent: bool = False  # whether the engine has the base of that adapter
@@ -122,6 +125,7 @@ class Link:
             world=self.accelerator.num_processes,
             qat=self.qat,
             group_size=self.group_size,
+            terms=self.qat_layers,
             slot=slot.options(self._model()) if self._slot else None,
             raw_logprobs=bool(checks.redistributed(self)),
         )
