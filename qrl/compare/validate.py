@@ -287,9 +287,9 @@ def partial_layers(frame: pd.DataFrame) -> dict[str, str]:
     if names.LAYERS not in frame:
         return {}
     rows = frame[["scheme", names.LAYERS]].dropna().astype(str).drop_duplicates()
-    rows = rows[rows[names.LAYERS] != ""]
+    selected = pd.DataFrame(rows[rows[names.LAYERS] != ""])
     partial = {}
-    for scheme, selections in rows.groupby("scheme")[names.LAYERS]:
+    for scheme, selections in selected.groupby("scheme")[names.LAYERS]:
         if len(selections) == 1:
             partial[str(scheme)] = selections.iloc[0]
     return partial
