@@ -1,4 +1,4 @@
-"""The output head, where config.json ties it to the embedding and the file stores one all the same.
+"""The output head, where config.json ties it to the embedding and a file stores one.
 
 Loaders differ over such a file. transformers 5 computes with a stored head that differs from the embedding;
 transformers 4, which AutoAWQ uses, and vLLM drop it. So schemes would store, and engines measure, different models. A

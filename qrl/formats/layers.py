@@ -185,7 +185,7 @@ def skipped_modules(plan: LayerPlan) -> list[str]:
     """Return what a plan leaves out as bitsandbytes names it: whole modules such as `….mlp` where nothing else is left.
 
     vLLM fuses linears, and finds what was left out by the names of the modules around them. Names of whole blocks do
-    not do: transformers takes `layers.1` for a part of `layers.10`.
+    not do: transformers takes "layers.1" for a part of "layers.10".
     """
     skipped = []
     for path in plan.left_out:

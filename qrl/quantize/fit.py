@@ -103,9 +103,9 @@ def check_widths(
     for name, linear in linear_of.items():
         if fixed and linear.in_features % group_size:
             raise BadInput(
-                f"Scheme {fixed} has groups of {group_size} by its format, whatever quantize.group_size is for other "
-                f"schemes, but they do not divide the {linear.in_features} inputs of layer {name}: leave {fixed} out, "
-                "or choose a scheme with a scale per row, such as fp8 or w8a8."
+                f"Layer {name} has {linear.in_features} inputs, which groups of {group_size} do not divide. Scheme "
+                f"{fixed} has such groups by its format, whatever quantize.group_size is for other schemes: leave "
+                f"{fixed} out, or choose a scheme with a scale per row, such as fp8 or w8a8."
             )
         if linear.in_features % group_size:
             advice = "choose a scheme with a scale per row, such as fp8 or w8a8"

@@ -1,10 +1,9 @@
 """Weights divided over GPUs by vLLM: what is refused, and what the engine and the server are told."""
 
-from pathlib import Path
 
 import pytest
 
-from qrl import evaluate, recipe
+from qrl import evaluate, recipe, tiny
 from qrl.errors import BadInput
 from qrl.serve import engines
 
@@ -31,13 +30,13 @@ def test_one_gpu_is_in_no_key_and_two_are():
 
 
 def test_a_server_is_told_how_many(tmp_path):
-    model = engines.ServedModel("qrl-tiny", 1, Path(tmp_path), device="cuda", gpus=2)
+    model = engines.ServedModel("qrl-tiny", 1, tiny.PATH, device="cuda", gpus=2)
     options = engines.arguments(engines.VLLM, model, ("127.0.0.1", 8000), tmp_path)
     assert options[options.index("--tensor-parallel-size") + 1] == "2"
 
 
 def test_a_server_is_told_the_size_of_its_cache(tmp_path):
-    model = engines.ServedModel("qrl-tiny", 1, Path(tmp_path), device="cuda", memory=0.5, cache_gib=2)
+    model = engines.ServedModel("qrl-tiny", 1, tiny.PATH, device="cuda", memory=0.5, cache_gib=2)
     options = engines.arguments(engines.VLLM, model, ("127.0.0.1", 8000), tmp_path)
     assert options[options.index("--kv-cache-memory-bytes") + 1] == str(2 * 2**30)
     assert float(options[options.index("--gpu-memory-utilization") + 1]) < 0.05

@@ -26,7 +26,7 @@ def test_it_is_the_plain_schemes_checkpoint_under_a_key_of_its_own(store):
     assert first != second
     with pytest.raises(BadInput, match="stored as full precision: expected awq"):
         steps.check_cells(settings, f"base:awq+kv-fp8={tiny.PATH}")
-    with pytest.raises(BadInput, match="no scheme 'awq\\+kv': expected one of"):
+    with pytest.raises(BadInput, match=r"no scheme 'awq\+kv' .*: expected one of"):
         lists.parse_cell("grpo:awq+kv")
 
 

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 import qrl
-from qrl import names, recipe, tiny
+from qrl import names, recipe, source, tiny
 from qrl.compare.answers import SHOWN
 from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.study import arms, sweep
@@ -94,7 +94,11 @@ def steps(store, monkeypatch, tmp_path):
         for scheme in ("full", *self.recipe.quantize.schemes)
     })  # fmt: skip
     monkeypatch.setattr(Launcher, "promote", promote)
-    monkeypatch.setattr(addresses, "folder", lambda address: tmp_path / "trained")
+    monkeypatch.setattr(
+        addresses,
+        "folder",
+        lambda address: tmp_path / "trained" if address.startswith("models:/") else source.locate(address),
+    )
     monkeypatch.setattr(sweep, "look_ahead", lambda step, walk: DryRun(empty=True))
     monkeypatch.setattr(sweep.preflight, "rehearse", lambda *_, **__: None)
     return made, broken

@@ -101,6 +101,6 @@ def test_a_model_that_another_process_is_about_to_use_or_holds_is_not_deleted_un
 
 def test_a_disk_without_space_is_a_sentence_before_anything_is_fetched(remote, monkeypatch):
     monkeypatch.setattr(workspace, "free_bytes", lambda folder: 1000)
-    with pytest.raises(BadInput, match=r"needs 0\.00\d+ GB, but .* has 1e-06 GB free: free the disk, or start qrl"):
+    with pytest.raises(BadInput, match=r"needs 0\.00\d+ GB, but .* has 1e-06 GB free: free the disk, .*or start qrl"):
         fetched.get(remote("a"))
     assert not remote.made
