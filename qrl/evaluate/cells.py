@@ -115,6 +115,7 @@ def answer_questions(
     settings = recipe.evaluate
     samples = settings.samples
     tokens = hf.tokenizer(cell.path)
+    tags = prompt.thinking_tags(tokens, prompt.of_recipe(recipe))
     question_prompts = _rendered(cell.path, tokens, questions, prompt.of_recipe(recipe), render)
     check_lengths(cell.path, questions, question_prompts)
 
@@ -123,7 +124,7 @@ def answer_questions(
     repeated_questions = _repeated(questions, samples)
     references: dict[int, list[int]] = {}
     if settings.perplexity:
-        references = _references(questions, question_prompts, tokens, cell.path)
+        references = _references(questions, question_prompts, tokens, cell.path, tags)
 
     window = max(map(len, question_prompts)) + settings.max_new_tokens
     for index, ids in references.items():
@@ -148,7 +149,6 @@ def answer_questions(
             scores = engine.log_likelihoods(reference_prompts, list(references.values()))
 
     labels = {"variant": cell.variant, "scheme": cell.scheme, "dtype": engine.dtype}
-    tags = prompt.thinking_tags(tokens, prompt.of_recipe(recipe))
     frame = graded_frame(labels, repeated_questions, completions, recipe.task, tokens, tags)
     if references:
         score_of = dict(zip(references, scores, strict=True))
@@ -241,7 +241,11 @@ def check_lengths(path: Path, questions: Sequence, prompts: Sequence) -> None:
 
 
 def _references(
-    questions: Sequence[tasks.Question], prompts: Sequence[Sequence[int]], tokens: Any, path: Path
+    questions: Sequence[tasks.Question],
+    prompts: Sequence[Sequence[int]],
+    tokens: Any,
+    path: Path,
+    tags: thinking.Tags = thinking.TAGS,
 ) -> dict[int, list[int]]:
     """Return index of a question → token ids of its worked solution and the end of the turn, which follow its prompt.
 
@@ -253,7 +257,7 @@ def _references(
         bare_answers = ("", question.answer, f"#### {question.answer}", f"\\boxed{{{question.answer}}}")
         if question.solution.strip() in bare_answers:
             continue
-        ids = prompt.solution_ids(tokens, question.solution)
+        ids = prompt.solution_ids(tokens, question.solution, tags)
         if len(prompt_ids) + len(ids) < positions:
             references[index] = ids
     return references

@@ -86,16 +86,23 @@ def training_text(tokenizer: Any, question: Question, template: str | Template) 
     Raises:
         BadInput: neither the chat template nor the tokenizer names an end token.
     """
-    return _prompt(tokenizer, question.question, template) + question.solution + turns.closing(tokenizer)
+    solution = thinking_tags(tokenizer, template).end_of_thinking + question.solution
+    return _prompt(tokenizer, question.question, template) + solution + turns.closing(tokenizer)
 
 
-def solution_ids(tokenizer: Any, solution: str) -> list[int]:
+def solution_ids(tokenizer: Any, solution: str, tags: thinking.Tags = thinking.TAGS) -> list[int]:
     """Return the token ids of a worked solution and the end of the turn, as they follow the prompt's.
+
+    Args:
+        tokenizer: the model's.
+        solution: the text.
+        tags: from `thinking_tags`: a thinking that the prompt began ends before the solution.
 
     Raises:
         BadInput: neither the chat template nor the tokenizer names an end token.
     """
-    return tokenizer(solution + turns.closing(tokenizer), add_special_tokens=False)["input_ids"]
+    text = tags.end_of_thinking + solution + turns.closing(tokenizer)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def thinking_tags(tokenizer: Any, template: str | Template) -> thinking.Tags:

@@ -29,11 +29,19 @@ class Tags:
 
     Attributes:
         pairs: (opening tag, closing tag), one or more.
-        begun: whether the prompt ends with an opening tag, so that completions begin within the thinking.
+        begun: whether the prompt ends with the first pair's opening tag, so that completions begin in the thinking.
     """
 
     pairs: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
     begun: bool = False
+
+    @property
+    def end_of_thinking(self) -> str:
+        """What precedes a worked solution after the prompt: an end of the thinking that the prompt began, or nothing.
+
+        Without it, a model that learns from solutions would answer within the thinking, where no grader reads it.
+        """
+        return f"\n{self.pairs[0][1]}\n\n" if self.begun else ""
 
     def tokens(self, special_tokens: Sequence[str]) -> list[str]:
         """Return the special tokens that tags consist of; a decoder that skips special tokens drops them."""
@@ -74,9 +82,12 @@ def of_prompt(chat_template: str, prompt: str) -> Tags:
         opening = last_opening.group().rstrip()
         closing = re.sub(r"[A-Za-z]", lambda letter: "/" + letter.group(), opening, count=1)
         pairs.append((opening, closing))
-    pairs = tuple(dict.fromkeys(pairs)) or TAGS.pairs
-    begun = prompt.rstrip().endswith(tuple(opening for opening, _ in pairs))
-    return Tags(pairs, begun)
+    pairs = list(dict.fromkeys(pairs)) or list(TAGS.pairs)
+    begun_pairs = [pair for pair in pairs if prompt.rstrip().endswith(pair[0])]
+    if begun_pairs:
+        pairs.remove(begun_pairs[0])
+        pairs.insert(0, begun_pairs[0])
+    return Tags(tuple(pairs), begun=bool(begun_pairs))
 
 
 def until_end(completion: str) -> str:

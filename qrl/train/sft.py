@@ -82,6 +82,7 @@ def _of_solutions(settings: Train) -> Train:
 def _tokenized(tokens, question, template) -> dict[str, list[int]]:
     """Return prompt, solution and the end of the turn as ids, and the labels: those after the prompt alone."""
     prompt_ids = prompt.render(tokens, question.question, template)
-    solution_ids = prompt.solution_ids(tokens, question.solution)
+    tags = prompt.thinking_tags(tokens, template)
+    solution_ids = prompt.solution_ids(tokens, question.solution, tags)
     no_loss = [-100] * len(prompt_ids)
     return {"input_ids": prompt_ids + solution_ids, "labels": no_loss + solution_ids}

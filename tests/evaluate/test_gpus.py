@@ -1,6 +1,5 @@
 """Weights divided over GPUs by vLLM: what is refused, and what the engine and the server are told."""
 
-
 import pytest
 
 from qrl import evaluate, recipe, tiny

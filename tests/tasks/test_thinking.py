@@ -13,7 +13,7 @@ from qrl.tasks import prompt, thinking
 from qrl.tasks.question import leaked
 from qrl.tasks.thinking import Tags
 from qrl.tiny import tokenizer as tiny_tokenizer
-from qrl.train import reward
+from qrl.train import reward, sft
 from qrl.train.verl import score, translate
 
 QUESTION = tasks.Question("q", "How much is it with the tip?", "40+6=46\n#### 46", "46")
@@ -38,6 +38,20 @@ DRAFT = "so far 40\n#### 40\nno, the tip is missing"
 )
 def test_the_tags_are_those_that_a_template_names(template, tail, pairs, begun):
     assert thinking.of_prompt(template, f"How much? {tail}") == Tags(pairs, begun)
+
+
+def test_a_solution_ends_the_thinking_that_the_prompt_began():
+    tokens = hf.tokenizer(tiny.PATH)
+    tokens.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    text = prompt.training_text(tokens, QUESTION, "answer-line")
+    tags = prompt.thinking_tags(tokens, "answer-line")
+    assert tags.begun and text.count("<think>\n\n</think>\n\n40+6=46") == 1
+    ids = prompt.solution_ids(tokens, QUESTION.solution, tags)
+    completion = tokens.decode(ids)
+    (verdict,) = tasks.grade_many("gsm8k", [completion], ["46"], tags=tags)
+    assert text.endswith(completion) and verdict.strict
+    labels = [token for token in sft._tokenized(tokens, QUESTION, "answer-line")["labels"] if token != -100]
+    assert labels == ids
 
 
 @pytest.mark.parametrize(
