@@ -794,10 +794,11 @@ def _kv_sentence(recipe: Recipe) -> str:
 # Schemes that store all linears, and why.
 OF_ALL_LAYERS: Mapping[str, str] = {
     names.AWQ: "AutoAWQ leaves out linears by their names within a block, and no single block: awq-ct can",
+    names.AUTOROUND: "AutoRound rounds every linear of a block, also those that are stored in full: gptq does not",
     "rtn-int8-attention": "it stores the linears of attention: rtn-int8 with quantize.layers = attention is the same",
 }
 # Schemes whose search, rotation or library knows one format for all linears.
-OF_ONE_FORMAT = (*names.BITSANDBYTES, names.AWQ_CT, names.AUTOROUND, names.SPINQUANT)
+OF_ONE_FORMAT = (*names.BITSANDBYTES, names.AWQ_CT, names.SPINQUANT)
 _LAYERS = changed("quantize.layers")
 _FORMATS = Condition("`TERM=FORMAT` in `quantize.layers`", lambda recipe: layers.has_formats(recipe.quantize.layers))
 
@@ -821,7 +822,7 @@ LAYERING = (
         field="quantize.layers",
         applies=_LAYERS,
         needs=Condition(
-            f"no {' or '.join(OF_ALL_LAYERS)} in `quantize.schemes`",
+            f"no {', '.join(OF_ALL_LAYERS)} in `quantize.schemes`",
             lambda recipe: _first_of(recipe, OF_ALL_LAYERS) is None,
         ),
         because="they store all linears that they know",
