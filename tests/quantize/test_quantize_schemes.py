@@ -152,7 +152,9 @@ def test_layers_that_groups_do_not_divide_are_refused_and_nothing_is_written(tmp
     (odd / "config.json").write_text((odd / "config.json").read_text().replace("328", "200"))
     quantize.run("w8a8", odd, tmp_path / "out")  # a scale per row: no groups
     (odd / "config.json").write_text((odd / "config.json").read_text().replace("200", "192"))
-    with pytest.raises(BadInput, match=r"groups of 128 .*leave w4afp8 out, or choose a scheme"):  # no setting changes the group
+    with pytest.raises(
+        BadInput, match=r"groups of 128 .*leave w4afp8 out, or choose a scheme"
+    ):  # no setting changes the group
         quantize.check_fit(odd, chosen("w4afp8"))
 
 
