@@ -16,12 +16,11 @@ from typing import Any
 from qrl import names
 from qrl.errors import BadInput, Objections
 from qrl.recipe.sections import Recipe
-from qrl.recipe.training import Rollout, Train, Watch
+from qrl.recipe.training import REDISTRIBUTED, Rollout, Train, Watch, redistributed
 
 DEFAULTS = Recipe()
 CODE_FORMATS = ("int4", "nvfp4-a16", "fp8")  # of `train.qat`, for which vLLM has a kernel that we send codes to
 SLOT_RANK_LIMIT = 512  # of vLLM's LoRA slots
-REDISTRIBUTED = ("top_p", "top_k", "min_p", "repetition_penalty")  # ways to sample that change more than temperature
 
 
 @dataclass(frozen=True)
@@ -404,11 +403,6 @@ def _heeded(ignored: Ignored, name: str) -> Rule:
 
 _REAL = BY_VLLM & equals("rollout.quantization", "real")
 _SLOT = BY_VLLM & equals("rollout.adapter", "slot")
-
-
-def redistributed(sampling: object) -> list[str]:
-    """Return which settings of sampling, a `Train`'s or TRL's, change the distribution beside its temperature."""
-    return [key for key in REDISTRIBUTED if (getattr(sampling, key) or 0) != getattr(DEFAULTS.train, key)]
 
 
 _TRUNCATES = Condition(

@@ -18,8 +18,9 @@ import torch
 
 from qrl.formats import groups
 from qrl.recipe import Rollout
+from qrl.recipe.training import redistributed
 from qrl.train import rollout
-from qrl.train.rollout import checks, codes, slot, sync, vllm_engine
+from qrl.train.rollout import codes, slot, sync, vllm_engine
 
 _TRANSFORMERS = Rollout()
 
@@ -123,7 +124,7 @@ class Link:
             qat=self.qat,
             group_size=self.group_size,
             slot=slot.options(self._model()) if self._slot else None,
-            raw_logprobs=bool(checks.redistributed(self)),
+            raw_logprobs=bool(redistributed(self)),
         )
         set_seed(self.trainer.args.seed, device_specific=True)  # making an engine sets torch's seed
         if self.enable_sleep_mode:
