@@ -183,9 +183,8 @@ def quantize_command(typed: Typed, settings, scheme: str, models: str | None) ->
 
     schemes = build.together(scheme)
     for scheme_name in schemes:
-        scheme_settings.settings_of(
-            scheme_name, settings.quantize, settings.seed
-        )  # refuses bad input before the warnings
+        # Refuses bad input before the warnings.
+        scheme_settings.settings_of(scheme_name, settings.quantize, settings.seed)
     report.warn(scheme_settings.unheeded(settings.quantize, schemes, {*typed.overrides, "quantize.schemes"}))
     check = partial(quantize.check_sources, settings, models)
     work = partial(quantize.quantize, settings, schemes, models)

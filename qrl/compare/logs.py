@@ -212,9 +212,8 @@ def _eval(path: Path, missing: str | None) -> Log:
                 )
             samples = [info for name, info in members.items() if name.startswith("samples/")]
             sizes = [info.file_size for info in (header, *samples)]
-            if (
-                sum(sizes) > LARGEST or max(sizes) > reading.memory_limit_bytes() // GROWS
-            ):  # a member is in memory as a whole
+            # A member is in memory as a whole.
+            if sum(sizes) > LARGEST or max(sizes) > reading.memory_limit_bytes() // GROWS:
                 expected = "shorten it, for example by its events"
                 raise BadInput(
                     f"{path} unpacks to more than fits into memory, {max(sizes):,} bytes at once: {expected}."

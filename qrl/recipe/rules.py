@@ -17,12 +17,11 @@ from qrl import names
 from qrl.errors import BadInput, Objections
 from qrl.recipe import layers
 from qrl.recipe.sections import Quantize, Recipe
-from qrl.recipe.training import Rollout, Train, Watch
+from qrl.recipe.training import REDISTRIBUTED, Rollout, Train, Watch, redistributed
 
 DEFAULTS = Recipe()
 CODE_FORMATS = ("int4", "nvfp4-a16", "fp8")  # of `train.qat`, for which vLLM has a kernel that we send codes to
 SLOT_RANK_LIMIT = 512  # of vLLM's LoRA slots
-REDISTRIBUTED = ("top_p", "top_k", "min_p", "repetition_penalty")  # ways to sample that change more than temperature
 
 
 @dataclass(frozen=True)
@@ -541,11 +540,6 @@ def _of_layers(train: Train) -> str:
 _ROUNDS_INPUTS = Condition(
     "a format that rounds inputs", lambda recipe: not _formats_of(recipe.train) <= {"none", *_INPUTS_ALONE}
 )
-
-
-def redistributed(sampling: object) -> list[str]:
-    """Return which settings of sampling, a `Train`'s or TRL's, change the distribution beside its temperature."""
-    return [key for key in REDISTRIBUTED if (getattr(sampling, key) or 0) != getattr(DEFAULTS.train, key)]
 
 
 _TRUNCATES = Condition(

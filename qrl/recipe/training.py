@@ -64,6 +64,9 @@ def _format(name: str) -> str:
     return name
 
 
+REDISTRIBUTED = ("top_p", "top_k", "min_p", "repetition_penalty")  # ways to sample that change more than temperature
+
+
 class Train(Section):
     """GRPO, rejection sampling, distillation or supervised fine-tuning: how the policy is trained."""
 
@@ -283,6 +286,11 @@ class Train(Section):
     def compute(self) -> str:
         """Dtype of forward and backward passes: `dtype`, with `auto` resolved."""
         return self.dtype if self.dtype != "auto" else "fp32" if self.storage == "fp32" else "bf16"
+
+
+def redistributed(sampling: object) -> list[str]:
+    """Return which settings of sampling, a `Train`'s or TRL's, change the distribution beside its temperature."""
+    return [key for key in REDISTRIBUTED if (getattr(sampling, key) or 0) != Train.model_fields[key].default]
 
 
 class Rollout(Section):

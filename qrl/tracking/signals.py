@@ -101,7 +101,7 @@ class StopHandler:
             self._launcher = int(os.environ.pop(LAUNCHER, self._launcher))
             die_with_parent(self._launcher)
 
-    def patient(self, *, forever: bool = False) -> None:
+    def allow_longer(self, *, forever: bool = False) -> None:
         """Allow longer to unwind, since this process waits for a step's.
 
         `forever` sets no limit: a server finishes its answers.
@@ -156,7 +156,7 @@ class StopHandler:
 
 _handler = StopHandler()  # of this process
 guard = _handler.guard
-allow_longer = _handler.patient
+allow_longer = _handler.allow_longer
 note_run = _handler.note_run
 end_now = _handler.end_now
 

@@ -55,9 +55,8 @@ class Job:
     watch: Watch = Watch()
     teacher: Path | None = None  # full-precision checkpoint folder of the model that scores in a distillation
     group_size: int = groups.USUAL  # of train.qat in integers with groups: inputs that share a scale
-    probe_questions: Sequence[
-        tasks.Question
-    ] = ()  # for held-out accuracy during training, where `watch.probe_every` is set
+    # For held-out accuracy during training, where `watch.probe_every` is set.
+    probe_questions: Sequence[tasks.Question] = ()
     log: Log = lambda metrics, step: None
     warn: Callable[[Alarm], None] = lambda alarm: None  # called once per watcher
 

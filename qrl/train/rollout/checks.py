@@ -10,7 +10,7 @@ from qrl.engine import pretrained
 from qrl.errors import BadInput
 from qrl.formats import layers
 from qrl.formats.fakequant import operation
-from qrl.recipe import Rollout, Train, rules
+from qrl.recipe import Rollout, Train
 from qrl.train.job import Job, Machine
 from qrl.train.rollout import codes, server, vllm_engine
 
@@ -26,7 +26,6 @@ _WIDE = {  # k3 on the built-in model, of what exceeds twice bf16's (tests/bench
     "rollout.quantization = fp8": 2.0e-4,
 }
 _OF_BF16 = 4.0e-6
-redistributed = rules.redistributed  # TRL's trainer asks it of its own arguments
 
 
 def check(settings: Rollout, device: str, train: Train) -> None:

@@ -18,8 +18,9 @@ import torch
 
 from qrl.formats import groups
 from qrl.recipe import Rollout, Train
+from qrl.recipe.training import redistributed
 from qrl.train import rollout
-from qrl.train.rollout import checks, codes, slot, sync, vllm_engine
+from qrl.train.rollout import codes, slot, sync, vllm_engine
 
 _TRANSFORMERS = Rollout()
 _TRAIN = Train()
@@ -127,7 +128,7 @@ class Link:
             group_size=self.group_size,
             terms=self.qat_layers,
             slot=slot.options(self._model()) if self._slot else None,
-            raw_logprobs=bool(checks.redistributed(self)),
+            raw_logprobs=bool(redistributed(self)),
         )
         set_seed(self.trainer.args.seed, device_specific=True)  # making an engine sets torch's seed
         if self.enable_sleep_mode:

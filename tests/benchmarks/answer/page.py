@@ -1,4 +1,4 @@
-"""The page of the sweep: what its questions found, in sentences whose words follow from the intervals."""
+"""The page of the sweep: a figure, three findings, then the details, in words that follow from the intervals."""
 
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
@@ -50,14 +50,19 @@ def write(found: Findings, why: pd.DataFrame | None = None, command: str = COMMA
         why: from `tables.measures`.
         command: that made it.
     """
-    changed = "Some tests and settings were fixed or changed after outcomes were seen: [design and deviations]"
-    changed = f"{changed}(../README.md). " if found.answers.designed else ""
+    changed = ""
+    if found.answers.designed:
+        changed = "Some tests and settings were fixed or changed after outcomes were seen: "
+        changed += "[design and deviations](../README.md). "
     moved = "" if why is None else _moved(why)
     parts = [
         "# Does RL change how cleanly a model quantizes?",
+        _terms(found.answers),
+        "![What quantization costs GRPO's weights, minus what it costs others, by scheme](excess.png)",
+        *_three_findings(found),
+        "## In detail",
         _headline(found.answers),
         f"**RL, or any training?** {_so_far(found)}{_controls(found)}",
-        "![What quantization costs GRPO's weights, minus what it costs others, by scheme](excess.png)",
         f"**How many bits?** {about_bits(found)}.{_together(found)} {_cliff(found)}",
         "![Accuracy lost to quantization, by bits](bits.png)",
         f"**More to lose?** {said}" if (said := _more_to_lose(found)) else "",
@@ -75,6 +80,40 @@ def write(found: Findings, why: pd.DataFrame | None = None, command: str = COMMA
 def _wrapped(part: str) -> str:
     whole = part.startswith(("!", "#", "|"))
     return part if whole else textwrap.fill(part, WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def _terms(answers: Answers) -> str:
+    """Say in a reader's own words what was compared."""
+    models = ""
+    if answers.designed:
+        models = "Each model was made for this study and solves word problems with one number as their answer. "
+    return (
+        "A *scheme* stores a model's weights in fewer bits. Its *loss* is the share of questions that the model "
+        "answers correctly with all bits minus that with fewer. The question is whether the loss of a model that was "
+        "trained further by RL (GRPO) differs from that of the *base* it started from, and from that of the same base "
+        f"after as many steps of supervised fine-tuning (SFT). {models}Brackets are 95 % intervals."
+    )
+
+
+def _three_findings(found: Findings) -> list[str]:
+    """Return the answers to the first, second and fourth question, each with one number."""
+    answers = found.answers
+    value = answers.contrast(excess(answers.sizes, PRIMARY, BASE))
+    if value is None:
+        return [_headline(answers)]
+    same = f"1. **{_answered(answers, value)}**: loss after GRPO minus loss of the base, {interval(value)}."
+    tests = _of(found.controls, SFT)
+    training = f"2. **{about_training(found)}**."
+    if tests:
+        training = f"2. **{about_training(found)}**: the largest difference is {_largest_difference(tests)}."
+    return [same, training, f"3. {_growth(found, bold=True)}"]
+
+
+def _largest_difference(tests: Mapping[str, Tested]) -> str:
+    """Return the largest difference of losses in the mean over sizes, with its interval and its scheme."""
+    values = {scheme: test.value for scheme, test in tests.items()}
+    scheme = _largest(values)
+    return f"{interval(values[scheme])}, under `{scheme}`"
 
 
 def _headline(answers: Answers) -> str:
@@ -285,8 +324,8 @@ def _least_left(answers: Answers, scheme: str) -> str:
     return f" At {size} `{scheme}` leaves {kept} of a gain of {whole}."
 
 
-def _growth(found: Findings) -> str:
-    """Answer question 4."""
+def _growth(found: Findings, *, bold: bool = False) -> str:
+    """Answer question 4; `bold` marks the clause that answers it."""
     tests = found.growth
     if len(found.answers.sizes) < 2:
         return "One size has no trend."
@@ -296,10 +335,10 @@ def _growth(found: Findings) -> str:
         return f"No trend of GRPO's loss with size is shown under any of {len(tests)} schemes."
     most = _largest({scheme: tests[scheme].value for scheme in shown})
     falls = all(tests[scheme].value.estimate < 0 for scheme in shown)
-    return (
-        f"Under {len(shown)} of {len(tests)} schemes GRPO's loss {'falls' if falls else 'changes'} with size (Holm), "
-        f"most under `{most}`: {interval(tests[most].value)} per tenfold increase in parameters."
-    )
+    claim = f"Under {len(shown)} of {len(tests)} schemes GRPO's loss {'falls' if falls else 'changes'} with size"
+    if bold:
+        claim = f"**{claim}**"
+    return f"{claim} (Holm), most under `{most}`: {interval(tests[most].value)} per tenfold increase in parameters."
 
 
 def _methods(found: Findings) -> list[str]:
