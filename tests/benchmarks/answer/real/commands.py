@@ -99,6 +99,11 @@ class Commands:
         """Whether every command was begun and ended well."""
         return not self.failed and not self.left
 
+    @property
+    def time_is_up(self) -> bool:
+        """Whether no further command is begun."""
+        return self._stop_after_s is not None and time.monotonic() - self._began > self._stop_after_s
+
     def run(self, step: str, name: str, *words: str, rank: int = 0) -> str | None:
         """Run `qrl STEP WORDS` unless it was done before, and return the result that it printed.
 
@@ -138,7 +143,7 @@ class Commands:
 
     def _run(self, step: str, name: str, words: tuple[str, ...], rank: int) -> bool:
         with self._slots[step].take(rank):
-            if self._stop_after_s is not None and time.monotonic() - self._began > self._stop_after_s:
+            if self.time_is_up:
                 self.left.append(name)
                 return False
             began = time.monotonic()
