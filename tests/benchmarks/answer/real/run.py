@@ -383,7 +383,7 @@ def main() -> int:
     parser.add_argument("--extras", help=f"some of {', '.join(EXTRAS)}, of base and grpo; default: all, on sums")
     parser.add_argument("--sft-rate", help="instead of choosing it; later leases give the first one's choice")
     parser.add_argument("--sft-rate-file", type=Path, help="or WORK/sums/logs/sft-rate.txt of a run beside this one")
-    parser.add_argument("--quantize-path", default="", help="put before PYTHONPATH for `quantize` alone")
+    parser.add_argument("--quantize-path", default="", help="put before PYTHONPATH for `quantize` and `diagnose`")
     for step, limit in LIMITS.items():
         parser.add_argument(f"--{step}-limit", type=int, default=limit, help=f"{step} commands at a time ({limit})")
     parser.add_argument("--stop-after", type=float, metavar="S", help="begin no command after S seconds")
