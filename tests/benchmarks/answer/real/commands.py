@@ -164,5 +164,5 @@ class Commands:
     def _variables(self, step: str) -> dict[str, str]:
         before = self._quantize_path if step in LLM_COMPRESSOR else ""
         search = os.pathsep.join(filter(None, (str(ROOT), before, os.environ.get("PYTHONPATH", ""))))
-        place = {} if step in LLM_COMPRESSOR else {"QRL_PLACE": "vllm"}  # all else runs in the environment that has vLLM
+        place = {} if step in LLM_COMPRESSOR else {"QRL_PLACE": "vllm"}  # the others run beside vLLM
         return THREADS | os.environ | {"MLFLOW_TRACKING_URI": self.store, "PYTHONPATH": search} | place
