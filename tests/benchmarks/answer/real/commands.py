@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[4]
 THREADS = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}  # of a command: many run side by side
 # What a step prints at its end (steps/outcome.py). Engines print lines of their own to the same place.
 RESULT = re.compile(r"^(?:Model|Adapter|Models) +(\S*(?:models|runs):/\S+)", re.MULTILINE)
+LLM_COMPRESSOR = ("quantize", "diagnose")  # steps that write, or read by transformers, what llm-compressor writes
 MAKES = ("train", "merge", "quantize")  # steps that print a result
 
 
@@ -78,7 +79,7 @@ class Commands:
             folder: made if it is missing.
             limits: step → how many of its commands run at a time, or how many of all steps together. A step without a
                 limit runs alone.
-            quantize_path: put before PYTHONPATH for `quantize` alone, whose libraries vLLM's environment cannot hold.
+            quantize_path: put before PYTHONPATH for LLM_COMPRESSOR, whose libraries vLLM's environment cannot hold.
             stop_after_s: seconds after which no command is begun; None: no limit.
         """
         self.folder = folder.resolve()
@@ -98,6 +99,11 @@ class Commands:
     def whole(self) -> bool:
         """Whether every command was begun and ended well."""
         return not self.failed and not self.left
+
+    @property
+    def time_is_up(self) -> bool:
+        """Whether no further command is begun."""
+        return self._stop_after_s is not None and time.monotonic() - self._began > self._stop_after_s
 
     def run(self, step: str, name: str, *words: str, rank: int = 0) -> str | None:
         """Run `qrl STEP WORDS` unless it was done before, and return the result that it printed.
@@ -138,7 +144,7 @@ class Commands:
 
     def _run(self, step: str, name: str, words: tuple[str, ...], rank: int) -> bool:
         with self._slots[step].take(rank):
-            if self._stop_after_s is not None and time.monotonic() - self._began > self._stop_after_s:
+            if self.time_is_up:
                 self.left.append(name)
                 return False
             began = time.monotonic()
@@ -156,7 +162,7 @@ class Commands:
         return code == 0
 
     def _variables(self, step: str) -> dict[str, str]:
-        before = self._quantize_path if step == "quantize" else ""
+        before = self._quantize_path if step in LLM_COMPRESSOR else ""
         search = os.pathsep.join(filter(None, (str(ROOT), before, os.environ.get("PYTHONPATH", ""))))
-        place = {} if step == "quantize" else {"QRL_PLACE": "vllm"}  # all else runs in the environment that has vLLM
+        place = {} if step in LLM_COMPRESSOR else {"QRL_PLACE": "vllm"}  # the others run beside vLLM
         return THREADS | os.environ | {"MLFLOW_TRACKING_URI": self.store, "PYTHONPATH": search} | place

@@ -13,6 +13,7 @@ import itertools
 import json
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,7 @@ TRAINED = {  # variant → what `train` is told beside the recipe
     QAT: ("--train.qat", "int4"),
     QAD: ("--train.qat", "int4", "--train.generations", "2", "--train.learning_rate", "2e-5", "--train.steps", "50"),
 }
-RANK, OF_EXTRAS = {BASE: 0, GRPO: 0}, 2  # which commands go first; other variants have 1
+RANK, OF_EXTRAS = {BASE: 0, GRPO: 0, SFT: 0, LORA: 2}, 2  # which commands go first; other variants have 1
 IN_INT4 = (QAT, QAD)  # their codes are RTN_INT4; other schemes of them are not evaluated
 RTN_INT4 = "rtn-int4"
 GSM8K_BASE = (*TRAINED[SFT], "--train.steps", "350", "--train.prompts_per_step", "64", "--train.learning_rate", "2e-4")
@@ -100,6 +101,7 @@ class Study:
         *,
         data: str | None = None,
         rate: str = "",
+        rate_file: Path | None = None,
         check: bool = False,
     ) -> None:
         """Take a task's settings.
@@ -111,11 +113,12 @@ class Study:
             model: folder of the pretrained model.
             data: folder of train.jsonl and test.jsonl, for gsm8k.
             rate: of SFT; empty: it is chosen.
+            rate_file: written by a run beside this one, which chooses; None: this one does.
             check: whether trainings are short.
         """
         self.commands, self.task, self.recipe, self.pretrained = commands, task, recipe, model
         self.schemes = tuple(recipes.load(str(recipe)).quantize.schemes)
-        self._rate = rate
+        self._rate, self._rate_file = rate, rate_file
         self._choosing = threading.Lock()
         self._data = ("--data", data) if data else ()
         self._check = check
@@ -198,7 +201,7 @@ class Study:
         for variant in variants:
             cells |= {cell: at for cell, at in self.quantized(variant, seed).items() if _scheme(cell) == scheme}
         if cells:
-            self._evaluate(f"evaluate-{scheme}-{seed}", seed, cells)
+            self._evaluate(f"evaluate-{scheme}-{'+'.join(variants)}-{seed}", seed, cells)
 
     def treated(self, variants: Sequence[str], seed: int) -> None:
         """Quantize variants in other ways, and evaluate what comes out."""
@@ -257,12 +260,19 @@ class Study:
         """Return the learning rate of SFT: the one whose accuracy at full precision is nearest to GRPO's.
 
         Raises:
-            QrlError: a rate could not be tried.
+            QrlError: a rate could not be tried, or the run that chooses it did not in time.
         """
         with self._choosing:
             if not self._rate:
-                self._rate = self._choose_rate()
+                self._rate = self._await_rate(self._rate_file) if self._rate_file else self._choose_rate()
         return self._rate
+
+    def _await_rate(self, file: Path) -> str:
+        while not file.exists():
+            if self.commands.time_is_up:
+                raise QrlError(f"SFT's rate was not chosen in time: the run beside this one has not written {file}.")
+            time.sleep(1)
+        return file.read_text()
 
     def _choose_rate(self) -> str:
         chosen = self.commands.path("sft-rate.txt")
@@ -280,7 +290,9 @@ class Study:
         rate = min(rates, key=lambda rate: abs(accuracy[f"{SFT}-{rate}"] - AIM))
         found = ", ".join(f"{each}: {accuracy[f'{SFT}-{each}']:.3f}" for each in rates)
         print(f"SFT's rate is {rate} (accuracies under seed {RATE_SEED}: {found})", flush=True)
-        chosen.write_text(rate)
+        part = chosen.with_suffix(".part")
+        part.write_text(rate)
+        part.replace(chosen)  # a run beside this one waits for the file
         return rate
 
     def _train_at(self, rate: str, words: Sequence[str]) -> str | None:
@@ -331,8 +343,10 @@ def _rank(label: str) -> int:
 def jobs_of(study: Study, seed: int, variants: Sequence[str], extras: Sequence[str]) -> list[Callable[[], None]]:
     """Return the work of one seed, the most valuable first; each obtains what it needs by itself."""
     jobs: list[Callable[[], None]] = [partial(study.cells, variant, seed) for variant in variants]
-    whole = [variant for variant in variants if variant not in IN_INT4]
-    jobs += [partial(study.packed, scheme, whole, seed) for scheme in PACKED if scheme in study.schemes]
+    early = [variant for variant in variants if variant not in (*IN_INT4, LORA)]
+    late = [variant for variant in variants if variant == LORA]  # the others do not wait for it
+    for scheme, together in itertools.product(PACKED, filter(None, (early, late))):
+        jobs += [partial(study.packed, scheme, together, seed)] if scheme in study.schemes else []
     both = [variant for variant in (BASE, GRPO) if variant in variants]
     jobs += [partial(study.treated, both, seed)] if "calibration" in extras and both else []
     jobs += [partial(study.layers, both, seed)] if "layers" in extras and both else []
@@ -368,7 +382,8 @@ def main() -> int:
     parser.add_argument("--variants", help=f"some of {', '.join((BASE, *TRAINED))}; default: {', '.join(VARIANTS)}")
     parser.add_argument("--extras", help=f"some of {', '.join(EXTRAS)}, of base and grpo; default: all, on sums")
     parser.add_argument("--sft-rate", help="instead of choosing it; later leases give the first one's choice")
-    parser.add_argument("--quantize-path", default="", help="put before PYTHONPATH for `quantize` alone")
+    parser.add_argument("--sft-rate-file", type=Path, help="or WORK/sums/logs/sft-rate.txt of a run beside this one")
+    parser.add_argument("--quantize-path", default="", help="put before PYTHONPATH for `quantize` and `diagnose`")
     for step, limit in LIMITS.items():
         parser.add_argument(f"--{step}-limit", type=int, default=limit, help=f"{step} commands at a time ({limit})")
     parser.add_argument("--stop-after", type=float, metavar="S", help="begin no command after S seconds")
@@ -392,7 +407,16 @@ def main() -> int:
     commands = Commands(folder, limits, quantize_path=given.quantize_path, stop_after_s=given.stop_after)
     model = str(tiny.PATH) if given.check else str(Path(given.model).resolve())
     recipe = _recipe(folder, given.task, check=given.check)
-    study = Study(commands, given.task, recipe, model, data=given.data, rate=given.sft_rate or "", check=given.check)
+    study = Study(
+        commands,
+        given.task,
+        recipe,
+        model,
+        data=given.data,
+        rate=given.sft_rate or "",
+        rate_file=given.sft_rate_file,
+        check=given.check,
+    )
     return _run_all(study, list(map(int, seeds)), variants, extras)
 
 
