@@ -13,6 +13,7 @@ import io
 import logging
 import multiprocessing
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -332,6 +333,15 @@ def caller() -> str:
     if sys.argv[0] == shutil.which("qrl"):
         return "qrl {}"
     return f"{shlex.quote(sys.orig_argv[0])} -m qrl {{}}"
+
+
+def environment_command(step: str) -> str:
+    """Return how a step is run in the environment that MLflow builds: `mlflow run . -e train … --env-manager uv`."""
+    pattern = caller()
+    if " run " not in pattern:
+        pattern = "mlflow run . -e {}"
+    pattern = re.sub(r" --env-manager[ =]\S+", "", pattern)
+    return f"`{pattern.format(f'{step} …')} --env-manager uv`"
 
 
 def _launchers() -> tuple[list[str], list[str], str]:

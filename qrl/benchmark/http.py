@@ -70,8 +70,7 @@ class Client(AbstractContextManager):
         if importlib.util.find_spec("vllm") is None:
             raise BadInput(
                 "Measuring a server needs `vllm bench serve`, but vLLM is not installed in this environment: run "
-                "`mlflow run . -e benchmark -P url=… --env-manager uv` on a machine with a GPU, or measure without "
-                "--url."
+                f"{process.environment_command('benchmark')} on a machine with a GPU, or measure without --url."
             )
         self._url = url
         self._model = model

@@ -81,8 +81,8 @@ def _explained(error: BaseException, command: str) -> QrlError | None:
         return _explained_usage(error, command)
     if isinstance(error, ModuleNotFoundError) and (error.name or "qrl").partition(".")[0] != "qrl":
         return BadInput(
-            f"The package '{error.name}' is not installed for {sys.executable}: run the step as "
-            f"`mlflow run . -e {command or 'main'} --env-manager uv`, or activate the environment that a study prints."
+            f"The package '{error.name}' is not installed for {sys.executable}: run "
+            f"{process.environment_command(command or 'main')}, or activate the environment that a study prints."
         )
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         path = str(error.filename)[:40]

@@ -95,8 +95,8 @@ class Vllm(AbstractContextManager):
             import vllm
         except ImportError as error:
             raise BadInput(
-                f"vLLM cannot be imported here ({error}): run under `mlflow run . -e evaluate … --env-manager uv`, "
-                "which builds an environment with it, or use evaluate.engine=transformers."
+                f"vLLM cannot be imported here ({error}): run {process.environment_command('evaluate')}, which builds "
+                "an environment with it, or use evaluate.engine=transformers."
             ) from None
         checkpoint.check(path)
         pretrained.check_fit(path, for_transformers=False)

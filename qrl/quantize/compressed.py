@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from qrl import checkpoint, names
+from qrl import checkpoint, names, process
 from qrl.engine import pretrained
 from qrl.errors import BadInput, QrlError
 from qrl.formats import groups, layers
@@ -146,8 +146,8 @@ def quiet_oneshot() -> Callable:
             from loguru import logger
     except ImportError as error:
         raise QrlError(
-            f"llm-compressor cannot be imported here ({error}): run under `mlflow run . -e quantize … --env-manager "
-            "uv`, whose environment has it, or choose nf4 or int8."
+            f"llm-compressor cannot be imported here ({error}): run "
+            f"{process.environment_command('quantize')}, whose environment has it, or choose nf4 or int8."
         ) from None
     logger.disable("llmcompressor")
     logger.disable("compressed_tensors")

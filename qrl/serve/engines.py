@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import qrl
+from qrl import process
 from qrl.engine import hf
 from qrl.engine.vllm_support import memory_options
 from qrl.errors import BadInput
@@ -83,8 +84,8 @@ def check_installed(engine: str) -> None:
     """Raise BadInput if an engine is not installed."""
     if engine == VLLM and importlib.util.find_spec("vllm") is None:
         raise BadInput(
-            "vLLM is not installed in this environment: run `mlflow run . -e serve … --env-manager uv`, which builds "
-            "one with vLLM, or serve with --engine transformers."
+            f"vLLM is not installed in this environment: run {process.environment_command('serve')}, which builds one "
+            "with vLLM, or serve with --engine transformers."
         )
 
 

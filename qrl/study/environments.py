@@ -13,6 +13,7 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
+from qrl import process
 from qrl.errors import BadInput
 from qrl.study import build
 from qrl.study.build import PLACE
@@ -40,8 +41,8 @@ def check_reachable(step: str, folder: Path | None) -> None:
         entry = "main" if step == "study" else step
         raise BadInput(
             f"`{step}` needs the environment of projects/{folder.name}, but {python} has no package {package}: "
-            f"run `mlflow run . -e {entry} … --env-manager uv`, which builds that "
-            "environment, or choose a scheme or an engine that needs none, such as --quantize.schemes nf4,awq-ct."
+            f"run {process.environment_command(entry)}, which builds that environment, or choose a "
+            "scheme or an engine that needs none, such as --quantize.schemes nf4,awq-ct."
         )
 
 

@@ -62,6 +62,22 @@ def test_from_an_adapter_to_a_stage_by_pasting_what_each_step_prints(paste):
 
 
 @pytest.mark.parametrize(
+    ("caller", "command"),
+    [
+        ("python -m qrl {}", "`mlflow run . -e train … --env-manager uv`"),
+        ("mlflow run . -e {} --env-manager local", "`mlflow run . -e train … --env-manager uv`"),
+        (
+            "mlflow run https://host/qrl.git -v v1 -e {} --experiment-name e",
+            "`mlflow run https://host/qrl.git -v v1 -e train … --experiment-name e --env-manager uv`",
+        ),
+    ],
+)
+def test_a_missing_package_is_answered_by_the_project_that_was_run(caller, command, monkeypatch):
+    monkeypatch.setenv(process.CALLER, caller)
+    assert process.environment_command("train") == command
+
+
+@pytest.mark.parametrize(
     ("caller", "line"),
     [
         ("python -m qrl {}", "python -m qrl serve --stage awq --model 'a b'"),

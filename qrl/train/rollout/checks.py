@@ -121,7 +121,7 @@ def startup_warnings(settings: Rollout, train: Train) -> dict[str, str]:
 def check_installed(settings: Rollout) -> None:
     """Raise BadInput if the recipe samples with vLLM, but vLLM cannot be imported."""
     if settings.engine == VLLM and not importlib.util.find_spec("vllm"):
-        build = "run `mlflow run . -e train … --env-manager uv`, which builds projects/vllm"
+        build = f"run {process.environment_command('train')}, which builds projects/vllm"
         raise BadInput(f"rollout.engine = vllm, but vLLM is not installed in this environment: {build}, or {_REMEDY}.")
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 import yaml
 
-from qrl import checkpoint, tasks
+from qrl import checkpoint, process, tasks
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
 from qrl.formats import plain
@@ -90,7 +90,7 @@ def check(job: Job, machine: Machine) -> None:
 def check_installed() -> None:
     """Raise BadInput if verl cannot be imported."""
     if not importlib.util.find_spec(translate.NAME):
-        build = "run `mlflow run . -e train … --env-manager uv`, which builds projects/verl"
+        build = f"run {process.environment_command('train')}, which builds projects/verl"
         several = "for several nodes, name that environment's Python as `python` in cluster.yaml"
         raise BadInput(f"train.trainer = verl, but verl is not installed in this environment: {build}; {several}.")
 
