@@ -4,7 +4,10 @@ MLflow works in a project's own folder if the project is one on this machine. An
 `https://…/qrl.git`, it clones into a temporary folder that no later run will see.
 """
 
+import os
 import shlex
+import subprocess
+import tempfile
 import urllib.parse
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -106,6 +109,25 @@ def read(words: Sequence[str], words_above: Sequence[str], folder: str) -> Mlflo
         return None
     options = {name: params[name] for name in (_VERSION, *_REPEATED) if params.get(name)}
     return MlflowRun(program, params["project"], Path(folder), options)
+
+
+def of_clone(checkout: Path, folder: str) -> MlflowRun | None:
+    """Return the `mlflow run` for a checkout that `mlflow.projects.run` cloned, called from Python; None for any other.
+
+    Args:
+        checkout: the folder of the project's files. MLflow clones into the temporary folder.
+        folder: the working folder of the process which called.
+    """
+    is_temporary = checkout.resolve().parent == Path(tempfile.gettempdir()).resolve()
+    if not is_temporary or not (checkout / ".git").is_dir():
+        return None
+    asked = ["git", "-C", str(checkout), "config", "--get", "remote.origin.url"]
+    try:
+        address = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):  # a clone of somebody else's, without the address
+        return None
+    experiment = os.environ.get("MLFLOW_EXPERIMENT_ID")
+    return MlflowRun("mlflow", address, Path(folder), {"experiment_id": experiment} if experiment else {})
 
 
 def _parsed(words: Sequence[str]) -> dict[str, str]:

@@ -81,7 +81,7 @@ def _leave_fetched_project() -> None:
     """
     if "MLFLOW_RUN_ID" not in os.environ or Path.cwd() != ROOT:
         return
-    launched = mlflow_run.read(*_launchers())
+    launched = _mlflow_run()
     if launched is None or not launched.is_fetched:
         return
     os.environ[CALLER] = caller()
@@ -327,7 +327,7 @@ def caller() -> str:
     """Return how commands are typed here, with `{}` for the step, such as `mlflow run . -e {} --env-manager uv`."""
     if CALLER in os.environ:  # this process was started by such a command, in another environment
         return os.environ[CALLER]
-    launched = mlflow_run.read(*_launchers())
+    launched = _mlflow_run()
     if launched:
         return launched.pattern(ROOT)
     if sys.argv[0] == shutil.which("qrl"):
@@ -342,6 +342,15 @@ def environment_command(step: str) -> str:
         pattern = "mlflow run . -e {}"
     pattern = re.sub(r" --env-manager[ =]\S+", "", pattern)
     return f"`{pattern.format(f'{step} …')} --env-manager uv`"
+
+
+def _mlflow_run() -> mlflow_run.MlflowRun | None:
+    """Return the `mlflow run` that started this process, typed or called from Python; None if there was none."""
+    words, words_above, folder = _launchers()
+    typed = mlflow_run.read(words, words_above, folder)
+    if typed or "MLFLOW_RUN_ID" not in os.environ:
+        return typed
+    return mlflow_run.of_clone(ROOT, folder)
 
 
 def _launchers() -> tuple[list[str], list[str], str]:

@@ -1,5 +1,6 @@
 """`mlflow run GIT-URI`: MLflow clones the project into a temporary folder, and nothing of a user's is lost with it."""
 
+import json
 import os
 import shlex
 import shutil
@@ -81,6 +82,11 @@ def mlflow_run(user: Path, address: str, step: str, **parameters: str) -> subpro
     """`mlflow run` of a branch, as it is typed in a user's folder; its output goes to a file there."""
     given = [word for key, value in parameters.items() for word in ("-P", f"{key}={value}")]
     options = ["-v", BRANCH, "-e", step, "--env-manager", "local", "--experiment-name", "my sums"]
+    return start(user, "-m", "mlflow", "run", address, *options, *given)
+
+
+def start(user: Path, *words: str) -> subprocess.Popen:
+    """Start Python in a user's folder, with a cache and a temporary folder beside it; its output goes to a file."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("MLFLOW_", "QRL_"))}
     environment["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), environment.get("PATH", os.defpath)))
     environment["XDG_CACHE_HOME"] = str(user.parent / "cache")
@@ -88,7 +94,7 @@ def mlflow_run(user: Path, address: str, step: str, **parameters: str) -> subpro
     (user.parent / "temporary").mkdir(exist_ok=True)
     with (user / "terminal.txt").open("w") as terminal:
         return subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "run", address, *options, *given],
+            [sys.executable, *words],
             cwd=user,
             env=environment,
             stdout=terminal,
@@ -129,3 +135,19 @@ def test_relative_paths_count_from_the_users_folder(user, address):
     graded = mlflow_run(user, address, "grade", task="gsm8k", file="answers.jsonl", out="graded.jsonl")
     assert graded.wait() == 0, (user / "terminal.txt").read_text()[-3000:]
     assert '"strict": true' in (user / "graded.jsonl").read_text()
+
+
+@pytest.mark.process
+def test_a_project_that_python_runs_works_in_the_callers_folder_and_names_its_address(user, address):
+    cells = [{"variant": variant, "scheme": "full"} for variant in ("base", "grpo")]
+    answered = {"completion": "So #### 4", "answer": "4"}
+    rows = [cell | {"question": question} | answered for cell in cells for question in ("a", "b")]
+    (user / "answers.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    called = f"""
+import mlflow
+parameters = {{"task": "gsm8k", "file": "answers.jsonl", "out": "graded.jsonl"}}
+mlflow.projects.run("{address}", "grade", version="{BRANCH}", env_manager="local", parameters=parameters)
+"""
+    assert start(user, "-c", called).wait() == 0, (user / "terminal.txt").read_text()[-3000:]
+    assert (user / "graded.jsonl").exists()
+    assert f"mlflow run {address} -e compare --experiment-id 0 -P " in (user / "terminal.txt").read_text()
