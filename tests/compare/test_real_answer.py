@@ -15,6 +15,7 @@ import pytest
 
 from qrl import checkpoint, names, quantize, stats, tiny
 from qrl import recipe as recipes
+from qrl.diagnose import movement
 from qrl.errors import BadInput, QrlError
 from qrl.formats import stored
 from qrl.stats import Estimate
@@ -228,6 +229,27 @@ def test_measures_of_matrices_are_means_by_their_size():
     assert set(by_kind.index) == {"q_proj", "all"}
     assert by_kind.loc["all", "relative_mse"] == pytest.approx(0.175)
     assert by_kind.loc["q_proj", "code_flip_rate"] == 0.5
+
+
+def test_the_base_has_no_change_by_training(tmp_path):
+    """`diagnose` writes the measures of training beside both models; they are those of the trained one."""
+    changes = movement.Change(numel=1).result()
+    assert set(changes) - {"numel"} <= set(collect.OF_TRAINING)
+    columns = {"tensor": "a", "layer": 0, "projection": "q_proj", "kurtosis": 4.0, **changes, "numel": 8}
+    both = pd.DataFrame([{"variant": variant, **columns, "relative_change": 0.25} for variant in ("base", "grpo")])
+    (tmp_path / "weights" / "2").mkdir(parents=True)
+    both.to_parquet(tmp_path / "weights" / "2" / names.WEIGHTS)
+    measured = collect.measures(f"sqlite:///{tmp_path}/store.db", tmp_path / "weights", "sums")
+    whole = measured[measured["projection"] == "all"].set_index("variant")
+    assert whole.loc["grpo", "relative_change"] == 0.25 and whole.loc["base", "kurtosis"] == 4.0
+    assert whole.loc["base", list(changes.keys() - {"numel"})].isna().all()
+    table = summary._of_weights(measured[measured["projection"] == "all"])
+    assert "| base | 2 | 4 |  |  |" in table and "| grpo | 2 | 4 | 0.25 | 0 |" in table
+
+
+def test_the_committed_measures_have_no_change_of_the_base():
+    stored = tables.measures([Path(summary.__file__).with_name("export")], "measures")
+    assert stored.equals(collect.without_training_of_base(stored))
 
 
 def test_a_mixture_keeps_what_it_is_told_to_and_has_the_values_of_the_codes_elsewhere(tmp_path):

@@ -312,12 +312,16 @@ def _correlation(loss_of: pd.Series, measure: pd.Series) -> float:
 def _of_weights(whole: pd.DataFrame) -> list[str]:
     own = whole[whole["scheme"] == FULL]
     present = [name for name in OF_WEIGHTS if name in own and own[name].notna().any()]
-    means = own.groupby("variant")[present].mean()
-    rows = [[variant, *(_number(means.loc[variant, name], "{:.4g}") for name in present)] for variant in means.index]
+    rows = []
+    for variant, measured in own.groupby("variant"):
+        seeds = ", ".join(map(str, sorted(measured["seed"].unique())))
+        means = measured[present].mean()
+        rows.append([str(variant), seeds, *(_number(means[name], "{:.7g}") for name in present)])
     return [
-        "Of the weights in full precision, means over seeds:",
+        "Of the weights in full precision, means over seeds; other variants were not measured, and the base was not "
+        "trained:",
         "",
-        *_lines(("variant", *(OF_WEIGHTS[name] for name in present)), rows),
+        *_lines(("variant", "seeds", *(OF_WEIGHTS[name] for name in present)), rows),
     ]
 
 
