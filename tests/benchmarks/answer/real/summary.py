@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[4]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))  # last: both folders have modules `page` and `run`
 
 import numpy as np
 import pandas as pd
@@ -373,25 +373,65 @@ def knew_before(evidence: Evidence, measures: pd.DataFrame | None) -> list[str]:
     whole = measures[(measures["projection"] == "all") & ~measures["seed"].isin(SEEN)]
     present = [name for name in MEASURES if name in whole and whole[name].notna().any()]
     means = whole.groupby(["variant", "scheme"])[present].mean()
-    rows, points = [], []
+    rows = []
     for scheme, variant in itertools.product(SCHEMES, ORDER):
         cost = evidence.contrast(loss(variant, scheme))
         if cost is None or (variant, scheme) not in means.index:
             continue
         own = means.loc[(variant, scheme)]
-        points.append({"variant": variant, "loss": cost.estimate, **own})
         rows.append([scheme, variant, interval(cost), *(_number(own[name], "{:.3g}") for name in present)])
     head = ("scheme", "variant", "loss", *(MEASURES[name] for name in present))
     lines = _section("## Which measure knew before?", head, rows)
-    frame = pd.DataFrame(points)
-    ranks = []
-    for variant in [name for name in ORDER if len(frame) and (frame["variant"] == name).sum() > 2]:
-        own = frame[frame["variant"] == variant]
-        correlations = [correlation(own["loss"], own[name]) for name in present]
-        ranks.append([variant, str(len(own)), *(_number(value, "{:+.2f}") for value in correlations)])
+    correlations = []
+    for variant in ORDER:
+        if own := ranks(evidence, measures, variant):
+            shown = [_number(own[name].of_means, "{:+.2f}") if name in own else "" for name in present]
+            correlations.append([variant, str(max(rank.schemes for rank in own.values())), *shown])
     lines += ["Spearman's correlation with the loss, over schemes; without intervals, exploratory:", ""]
-    lines += _lines(("variant", "schemes", *(MEASURES[name] for name in present)), ranks)
+    lines += _lines(("variant", "schemes", *(MEASURES[name] for name in present)), correlations)
     return lines + _of_weights(whole)
+
+
+class Rank(NamedTuple):
+    """Spearman's correlation of a measure with the loss, over the schemes of a variant.
+
+    Attributes:
+        of_means: of means over the seeds that have both.
+        by_seed: in each seed.
+        schemes: how many.
+    """
+
+    of_means: float
+    by_seed: list[float]
+    schemes: int
+
+
+def measured(measures: pd.DataFrame | None, variant: str, scheme: str, name: str) -> dict[int, float]:
+    """Return a measure of a whole cell of sums, by seed."""
+    if measures is None or name not in measures:
+        return {}
+    own = measures[(measures["size"] == "sums") & (measures["projection"] == "all") & ~measures["seed"].isin(SEEN)]
+    own = own[(own["variant"] == variant) & (own["scheme"] == scheme)].dropna(subset=[name])
+    return own.groupby("seed")[name].mean().to_dict()
+
+
+def ranks(evidence: Evidence, measures: pd.DataFrame | None, variant: str) -> dict[str, Rank]:
+    """Return the correlations of a variant, by measure; of at least three schemes."""
+    found = {}
+    for name in MEASURES:
+        rows = []
+        for scheme in SCHEMES:
+            values = measured(measures, variant, scheme, name)
+            full, kept = (evidence.by_seed((variant, under)) for under in (FULL, scheme))
+            for seed in sorted(set(values) & set(full) & set(kept)):
+                rows.append({"scheme": scheme, "seed": seed, "loss": full[seed] - kept[seed], name: values[seed]})
+        frame = pd.DataFrame(rows, columns=["scheme", "seed", "loss", name])
+        means = frame.groupby("scheme")[["loss", name]].mean()
+        of_means = correlation(means["loss"], means[name])
+        by_seed = [correlation(own["loss"], own[name]) for _, own in frame.groupby("seed")]
+        if not math.isnan(of_means):
+            found[name] = Rank(of_means, [rank for rank in by_seed if not math.isnan(rank)] or [of_means], len(means))
+    return found
 
 
 def correlation(loss_of: pd.Series, measure: pd.Series) -> float:
@@ -418,12 +458,17 @@ def _of_weights(whole: pd.DataFrame) -> list[str]:
     ]
 
 
+def unhealthy(cells: pd.DataFrame) -> pd.DataFrame:
+    """Return the cells that break an evaluation's default limits on unfinished and on unreadable answers."""
+    limits = recipes.load("tiny").evaluate
+    return cells[(cells["truncated"] > limits.max_truncation_rate) | (cells["parsed"] < limits.min_parse_rate)]
+
+
 def marked(cells: pd.DataFrame | None) -> list[str]:
     """Return the cells that an evaluation's default limits would have refused."""
     if cells is None:
         return []
-    limits = recipes.load("tiny").evaluate
-    bad = cells[(cells["truncated"] > limits.max_truncation_rate) | (cells["parsed"] < limits.min_parse_rate)]
+    bad = unhealthy(cells)
     keys = ["size", "variant", "scheme"]
     rows = [
         [
