@@ -38,6 +38,7 @@ BESIDE = {
     PRETRAINED: "a model of the same shape made from text with fewer errors",
 }
 _HERE = "tests/benchmarks/answer"
+TURNED = "Here a difference is the loss after GRPO minus another loss, which is gain survival with its sign turned."
 CONTRAST = "Models made here: the contrast"  # heading of the second part
 SCRIPT = f"{_HERE}/report.py"
 COMMAND = f"python {SCRIPT} {_HERE}/export --methods {_HERE}/methods --out DIR"
@@ -64,7 +65,7 @@ def write(
         heading, details = f"## {CONTRAST}", "### Models made here in detail"
     parts = [
         heading,
-        _models(found.answers) if below_real_model else _terms(found.answers),
+        f"{_models(found.answers)}{TURNED}" if below_real_model else _terms(found.answers),
         "![What quantization costs GRPO's weights, minus what it costs others, by scheme](excess.png)",
         *_three_findings(found),
         details,

@@ -4,7 +4,7 @@ import itertools
 import math
 
 import summary
-from evidence import BASE, FULL, GRPO, SEEN, SFT, accuracy_kept, gain_kept, of_one_seed
+from evidence import BASE, FULL, GRPO, SEEN, SFT, accuracy_kept, compare, gain_kept, of_one_seed
 from study import (
     NAMED,
     OUTPUT_MEASURE,
@@ -45,6 +45,7 @@ def parts(study: Study) -> list[str]:
         *_by_seed(study),
         *_by_scheme(study),
         *_beside_sft(study),
+        *_other_rates(study),
         *_lora(study),
         *_in_four_bits(study),
         *_calibration(study),
@@ -118,6 +119,21 @@ def _lengths(study: Study) -> str:
     return f"Mean tokens of an answer at full precision: {joined(listed)}." if listed else ""
 
 
+def _other_rates(study: Study) -> list[str]:
+    """Return GRPO beside SFT at other learning rates, where these were quantized under seeds of the study."""
+    variants = sorted({variant for variant, _ in study.evidence.cells if variant.startswith(f"{SFT}-")})
+    found = {variant: compare(study.evidence, GRPO, variant, PRIMARY) for variant in variants}
+    clauses = [
+        f"`{variant}` {interval(each.points)} points, ratio {ratio_text(each.ratio)} "
+        f"({seeds_text(each.seeds, bare=True)})"
+        for variant, each in found.items()
+        if each is not None
+    ]
+    if not clauses:
+        return []
+    return [f"**SFT at other rates.** GRPO minus SFT under `{PRIMARY}`, uncorrected: {joined(clauses)}."]
+
+
 def _lora(study: Study) -> list[str]:
     tests = {other: study.tested(LORA, other).get(PRIMARY) for other in (BASE, GRPO, SFT)}
     known = {other: each for other, each in tests.items() if each}
@@ -167,13 +183,14 @@ def _calibration(study: Study) -> list[str]:
     if not clauses:
         return []
     said = f"**Calibration sets.** Three sets move the base's accuracy on the same questions: {joined(clauses)}."
-    for label, text in (("g32", "Groups of 32 instead of 64"), ("own", "Calibration on a model's own answers")):
+    texts = {"g32": "Groups of 32 instead of 64 change", "own": "Calibration on a model's own answers changes"}
+    for label, text in texts.items():
         changes = []
         for scheme in SCHEMES:
             value = evidence.contrast({(f"{GRPO}-{label}", scheme): 1.0, (GRPO, scheme): -1.0})
             changes += [f"`{scheme}` {interval(value)}"] if value is not None else []
         if changes:
-            said += f" {text} changes GRPO's accuracy by {joined(changes)}."
+            said += f" {text} GRPO's accuracy by {joined(changes)}."
     return [said]
 
 
@@ -262,8 +279,8 @@ def _elsewhere(study: Study) -> list[str]:
         return []
     (variant, scheme), most = max(changes.items(), key=lambda item: abs(item[1].estimate))
     return [
-        f"**The same checkpoints, loaded by transformers.** Of {len(changes)} cells (base and grpo) none differs from "
-        f"vLLM's accuracy by more than {abs(most.estimate):.3f}: {variant} under `{scheme}`, {interval(most)}."
+        f"**The same checkpoints, loaded by transformers.** Of {len(changes)} cells (base and grpo) the accuracy that "
+        f"differs most from vLLM's is that of {variant} under `{scheme}`: {interval(most)}."
     ]
 
 

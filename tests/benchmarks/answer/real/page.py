@@ -70,7 +70,7 @@ def write(study: Study, made: Findings | None = None) -> str:
         "# Does RL change how cleanly a model quantizes?",
         _question(),
         _setting(study),
-        _answer(study, made),
+        *_answer(study, made),
         "![Accuracy lost to quantization before and after training, in points and as a share](real.png)",
         *_numbered([_training(study), _schemes(study), _methods(study), _measures(study)]),
         f"**How sure.** {_scope(study)}",
@@ -101,9 +101,9 @@ def title(study: Study) -> str:
 def _question() -> str:
     return (
         "A *scheme* stores a model's weights in fewer bits, which costs accuracy. The *loss* is the accuracy at full "
-        "precision minus the accuracy under the scheme. **The question**: after training by RL (GRPO), is the loss "
-        "another one than that of the *base*, the model before training? And than that after as many steps of "
-        "supervised fine-tuning (SFT)?"
+        "precision minus the accuracy under the scheme. **The question**: does training by RL (GRPO) change this loss, "
+        "compared with the *base*, the model before training? And compared with as many steps of supervised "
+        "fine-tuning (SFT)?"
     )
 
 
@@ -125,7 +125,7 @@ def _setting(study: Study) -> str:
     return f"{said}. Brackets are 95 % intervals over seeds and questions."
 
 
-def _answer(study: Study, made: Findings | None) -> str:
+def _answer(study: Study, made: Findings | None) -> list[str]:
     """Answer the primary question on both scales; say whether the first answer disagrees."""
     tested, evidence = study.primary, study.evidence
     value = tested.value
@@ -137,16 +137,23 @@ def _answer(study: Study, made: Findings | None) -> str:
     kept = f"; {percent_interval(gain)} of the gain is kept" if gain else ""
     shares = {variant: accuracy_kept(evidence, variant, PRIMARY) for variant in (BASE, GRPO)}
     costs = {variant: loss_text(study.cost(variant, PRIMARY)) for variant in (BASE, GRPO)}
-    said = (
-        f"**{_headline(tested)}.** Under `{PRIMARY}` in four bits, the scheme fixed in advance, accuracy falls from "
-        f"{full[GRPO]:.3f} to {under[GRPO]:.3f} after GRPO and from {full[BASE]:.3f} to {under[BASE]:.3f} before. *In "
-        f"points* GRPO's model loses {costs[GRPO]}, the base {costs[BASE]}: gain survival {interval(value.points)} "
-        f"({p_value(tested.p_points)}){kept}. *As a share* GRPO's model keeps {share_text(shares[GRPO])} of its "
-        f"accuracy, the base {share_text(shares[BASE])}: ratio {ratio_text(value.ratio)} ({p_value(tested.p_ratio)})."
+    in_points = (
+        f"- *In points* GRPO's model loses {costs[GRPO]}, the base {costs[BASE]}: gain survival "
+        f"{interval(value.points)} ({p_value(tested.p_points)}){kept}."
+    )
+    as_share = (
+        f"- *As a share* GRPO's model keeps {share_text(shares[GRPO])} of its accuracy, the base "
+        f"{share_text(shares[BASE])}: ratio {ratio_text(value.ratio)} ({p_value(tested.p_ratio)})."
     )
     if outcome(tested).opposed and full[GRPO] > full[BASE]:
-        said += f" The scales differ because the base has less to lose: {full[BASE]:.3f} in all."
-    return f"{said}{_disagreement(study, made)}"
+        as_share += f" The scales differ because the base has less to lose: {full[BASE]:.3f} in all."
+    return [
+        f"**{_headline(tested)}.** Under `{PRIMARY}` in four bits, the scheme fixed in advance, accuracy falls from "
+        f"{full[GRPO]:.3f} to {under[GRPO]:.3f} after GRPO and from {full[BASE]:.3f} to {under[BASE]:.3f} before:",
+        in_points,
+        as_share,
+        _disagreement(study, made),
+    ]
 
 
 def _headline(tested: Tested) -> str:
@@ -193,9 +200,9 @@ def _disagreement(study: Study, made: Findings | None) -> str:
         said = f"The first answer, given on {link}: “{there}”."
     same = study.tested(GRPO, BASE).get(contrasts.PRIMARY)
     if same is None or contrasts.PRIMARY == PRIMARY:
-        return f" {said}"
+        return said
     here = f"{answer(same)}, {interval(same.value.points)} points"
-    return f" {said} Under `{contrasts.PRIMARY}` the answer on {MODEL} is: {here}."
+    return f"{said} Under `{contrasts.PRIMARY}` the answer on {MODEL} is: {here}."
 
 
 def _numbered(findings: Iterable[str]) -> list[str]:
@@ -262,11 +269,13 @@ def _not_separated(study: Study) -> str:
     if not all(rates.values()) or float(rates[SFT]) == float(rates[GRPO]):
         return ""
     shares = {variant: study.moved(variant) for variant in (SFT, GRPO)}
-    moved = f", and it moved {shares[SFT]} of the stored weights, GRPO {shares[GRPO]}" if all(shares.values()) else ""
+    moved = f", and SFT moved {shares[SFT]} of the stored weights, GRPO {shares[GRPO]}" if all(shares.values()) else ""
     said = (
         f"**Not separated yet**: SFT's learning rate was {_power(rates[SFT])}, GRPO's {_power(rates[GRPO])}{moved}. So "
         "the size of the update may matter, and not only its kind."
     )
+    if study.words is None:
+        said += " The last lease is to separate the two (exploratory)."
     lora, share = study.tested(LORA, SFT).get(PRIMARY), study.moved(LORA)
     if lora is None or not share or not outcome(lora).both:
         return said
@@ -288,10 +297,13 @@ def _schemes(study: Study) -> str:
         verb = "costs" if len(little) == 1 else "cost"
         claim = f"It depends on the scheme: {code(little)} {verb} GRPO's model less than {MARGIN}"
     said = f"**{claim}** ({len(costs)} schemes, {seeds_text(study.seeds, bare=True)})."
-    for text, held in (("Loss and share of accuracy kept", little), (f"Shown to cost more than {MARGIN}", much)):
-        if held:
-            shares = {scheme: share_text(accuracy_kept(study.evidence, GRPO, scheme)) for scheme in held}
-            said += f" {text}: {joined(f'`{q}` {loss_text(value)}, {shares[q]}' for q, value in held.items())}."
+    if little:
+        shares = {scheme: share_text(accuracy_kept(study.evidence, GRPO, scheme)) for scheme in little}
+        listed = joined(f"`{q}` {loss_text(value)}, {shares[q]}" for q, value in little.items())
+        said += f" Loss and share of accuracy kept: {listed}."
+    if much:
+        listed = joined(f"`{q}` {loss_text(value)}" for q, value in much.items())
+        said += f" Shown to cost more than {MARGIN}: {listed}."
     return said + (f" Undecided: {code(rest)}." if rest else "")
 
 
@@ -355,7 +367,7 @@ def _measures(study: Study) -> str:
 def _spread(rank: summary.Rank) -> str:
     """Return a correlation of means over seeds, and the range of single seeds."""
     whole, low, high = map(correlation_text, (rank.of_means, min(rank.by_seed), max(rank.by_seed)))
-    return f"{whole} ({low} to {high} in {len(rank.by_seed)} single seeds)"
+    return f"{whole} ({low} to {high} in single seeds)"
 
 
 def _error_apart(study: Study) -> str:
@@ -367,8 +379,8 @@ def _error_apart(study: Study) -> str:
     means = {variant: sum(errors[variant][seed] for seed in seeds) / len(seeds) for variant in (GRPO, SFT)}
     value = over_seeds([errors[GRPO][seed] - errors[SFT][seed] for seed in seeds])
     return (
-        f"Under `{PRIMARY}` it is {means[GRPO]:.2f} for GRPO's weights and {means[SFT]:.2f} for SFT's, a difference of "
-        f"{interval(value)} ({len(seeds)} seeds)."
+        f"Under `{PRIMARY}` the error is {means[GRPO]:.2f} for GRPO's weights and {means[SFT]:.2f} for SFT's, a "
+        f"difference of {interval(value)} ({len(seeds)} seeds)."
     )
 
 
@@ -410,12 +422,12 @@ def _contrast(study: Study, made: Findings) -> str:
     )
     why = ""
     if not apart_there and apart_here and max(of_there) < min(MARGIN, max(of_here)):
-        why = "Where so little is lost there is nothing to tell apart: they hide the difference. "
+        why = "Where so little is lost a difference cannot show: the models made here hide it. "
     most = max(costs_there, key=costs_there.__getitem__)
     beyond = ""
     if costs_there[most] > MARGIN and (SFT, most[1]) in costs_there and not apart_there:
         pair = " and ".join(f"{costs_there[variant, most[1]]:.3f}" for variant in (GRPO, SFT))
-        beyond = f"It does not explain `{most[1]}`, under which GRPO and SFT lose {pair} there."
+        beyond = f"But under `{most[1]}`, where much is lost there, GRPO and SFT lose alike: {pair}."
     return (
         f"{both} In four bits ({code(schemes)}) the models made here lose {signed(min(of_there))} to "
         f"{signed(max(of_there))} in the mean over sizes, before and after training; {MODEL} loses "

@@ -140,7 +140,7 @@ def wrapped(part: str) -> str:
     """Break a paragraph into lines; intervals, and a number and its unit, stay in one."""
     if part.startswith(("!", "#", "|")):
         return part
-    unbroken = re.sub(r"\[[^]]*\]|\d %", lambda found: found[0].replace(" ", "\u00a0"), part)
+    unbroken = re.sub(r"\[[^]]*\]|\d %|\bn = \d", lambda found: found[0].replace(" ", "\u00a0"), part)
     return textwrap.fill(unbroken, WIDTH, break_long_words=False, break_on_hyphens=False).replace("\u00a0", " ")
 
 
