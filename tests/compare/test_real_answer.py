@@ -473,8 +473,18 @@ def study_of(grpo_nf4: tuple[float, ...], base_nf4: tuple[float, ...] = same(0.1
             (0.14, 0.14, 0.14, 0.14),
             "**Inconclusive: neither a change by RL nor its absence is shown.**",
         ),
+        (
+            same(0.40),
+            (0.16, 0.08, 0.06, 0.14),
+            "**After RL this model loses more accuracy in points; as a share the answer is open.**",
+        ),
+        (
+            (0.72, 0.80, 0.74, 0.79),
+            same(0.14),
+            "**After RL this model keeps a larger share of its accuracy; in points the answer is open.**",
+        ),
     ],
-    ids=["depends", "less", "more", "within", "inconclusive"],
+    ids=["depends", "less", "more", "within", "inconclusive", "points", "share"],
 )
 def test_the_page_answers_as_the_design_says(nf4, base_nf4, said):
     study = study_of(nf4, base_nf4)
@@ -489,7 +499,7 @@ def test_the_page_answers_as_the_design_says(nf4, base_nf4, said):
 @pytest.mark.parametrize(
     ("full", "nf4", "said"),
     [
-        (0.80, 0.79, "**Not any training does this: after SFT the same scheme costs less, on both scales.**"),
+        (0.80, 0.79, "**Not any training costs as much: after SFT the same scheme costs less, on both scales.**"),
         (0.80, 0.20, "**After SFT the same scheme costs more than after RL, on both scales.**"),
         (0.80, 0.60, "**Not specific to RL: after SFT the same scheme costs as much, within the margin.**"),
     ],

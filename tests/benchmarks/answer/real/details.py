@@ -75,11 +75,11 @@ def _by_seed(study: Study) -> list[str]:
         else:
             own += ["", ""]
         rows.append([str(seed), *(number(value, "{:.3f}") for value in accuracies), *own])
-    said = (
+    sentences = (
         f"**Seed by seed** (planned): accuracy, and both primary outcomes. In log-odds, a third scale that tests "
         f"nothing, grpo − base is {two_decimals(tested.value.log_odds)} under `{PRIMARY}`."
     )
-    return [said, "\n".join(table(head, rows))]
+    return [sentences, "\n".join(table(head, rows))]
 
 
 def _by_scheme(study: Study) -> list[str]:
@@ -105,8 +105,8 @@ def _beside_sft(study: Study) -> list[str]:
         both = (interval(each.value.points), ratio_text(each.value.ratio), answer(each))
         rows.append([scheme, difference_text(study.cost(SFT, scheme)), *shares, *both])
     head = ("scheme", "loss of sft", "accuracy kept: sft", "grpo", "grpo − sft, points", "ratio", "answer")
-    said = f"**The control: GRPO and SFT.** {code(summary.PLANNED)} are planned. {_lengths(study)}"
-    return [said, "\n".join(table(head, rows))]
+    sentences = f"**The control: GRPO and SFT.** {code(summary.PLANNED)} are planned. {_lengths(study)}"
+    return [sentences, "\n".join(table(head, rows))]
 
 
 def _lengths(study: Study) -> str:
@@ -139,17 +139,19 @@ def _lora(study: Study) -> list[str]:
     known = {other: each for other, each in tests.items() if each}
     if not known:
         return []
-    said = f"**LoRA.** GRPO on an adapter, merged; under `{PRIMARY}` it loses {loss_text(study.cost(LORA, PRIMARY))}."
+    sentences = (
+        f"**LoRA.** GRPO on an adapter, merged; under `{PRIMARY}` it loses {loss_text(study.cost(LORA, PRIMARY))}."
+    )
     for other, each in known.items():
-        said += (
+        sentences += (
             f" Beside {NAMED[other]}: {interval(each.value.points)} points, ratio {ratio_text(each.value.ratio)} "
             f"({answer(each)})."
         )
     shares = {variant: study.moved(variant) for variant in (GRPO, LORA, SFT)}
     if all(shares.values()):
         moved = joined(f"{share} ({variant})" for variant, share in shares.items())
-        said += f" Training moved these shares of the stored weights: {moved}."
-    return [said]
+        sentences += f" Training moved these shares of the stored weights: {moved}."
+    return [sentences]
 
 
 def _in_four_bits(study: Study) -> list[str]:
@@ -163,11 +165,11 @@ def _in_four_bits(study: Study) -> list[str]:
         below = difference_text(each.below_full)
         rows.append([method, str(each.seeds), *shown, interval(each.value), f"{each.p:.2g}", below])
     head = ("method", "seeds", FULL, RTN_INT4, f"minus grpo:{RTN_INT4}", "p (Holm)", "minus grpo:full")
-    said = (
+    sentences = (
         "**Training in four bits** (planned). `qat-int4` is GRPO with linears rounded in every step: its weights are "
         "meant for four bits and may answer worse without. `qad-int4` starts from GRPO's weights and trains on."
     )
-    return [said, "\n".join(table(head, rows))]
+    return [sentences, "\n".join(table(head, rows))]
 
 
 def _calibration(study: Study) -> list[str]:
@@ -182,7 +184,7 @@ def _calibration(study: Study) -> list[str]:
             clauses.append(f"`{scheme}` by {min(ranges):.3f} to {max(ranges):.3f} ({len(ranges)} seeds)")
     if not clauses:
         return []
-    said = f"**Calibration sets.** Three sets move the base's accuracy on the same questions: {joined(clauses)}."
+    sentences = f"**Calibration sets.** Three sets move the base's accuracy on the same questions: {joined(clauses)}."
     texts = {"g32": "Groups of 32 instead of 64 change", "own": "Calibration on a model's own answers changes"}
     for label, text in texts.items():
         changes = []
@@ -190,8 +192,8 @@ def _calibration(study: Study) -> list[str]:
             value = evidence.contrast({(f"{GRPO}-{label}", scheme): 1.0, (GRPO, scheme): -1.0})
             changes += [f"`{scheme}` {interval(value)}"] if value is not None else []
         if changes:
-            said += f" {text} GRPO's accuracy by {joined(changes)}."
-    return [said]
+            sentences += f" {text} GRPO's accuracy by {joined(changes)}."
+    return [sentences]
 
 
 def _layers(study: Study) -> list[str]:
@@ -207,13 +209,13 @@ def _layers(study: Study) -> list[str]:
         return []
     rows.sort(key=lambda row: -backs[row[0]])
     most, least = rows[0], rows[-1]
-    said = (
+    sentences = (
         f"**Layers.** With every linear in NF4 GRPO's model loses {loss_text(whole)}. Of the parts kept in full "
         f"precision `{most[0]}` gives most of it back, {most[1]}, and `{least[0]}` least, {least[1]}. `ends` are the "
         "first and last two layers."
     )
     head = ("kept in full precision", "gives grpo back", "gives the base back")
-    return [said, "\n".join(table(head, rows))]
+    return [sentences, "\n".join(table(head, rows))]
 
 
 def _knew_before(study: Study) -> list[str]:
@@ -228,13 +230,13 @@ def _knew_before(study: Study) -> list[str]:
             counts = sorted({rank.schemes for rank in own.values()})
             cells = [_range(own[name]) if name in own else "not measured" for name in present]
             rows.append([variant, " to ".join(map(str, counts)), *cells])
-    said = (
+    sentences = (
         "**What knew before?** Spearman's correlation of a measure with the loss, over schemes: of means over seeds, "
         "and in brackets the least and the largest of single seeds; these are no intervals. "
         f"{_same_weights(study)} {_wrong_about(study)}"
     )
     head = ("weights", "schemes", *(MEASURES[name] for name in present))
-    return [said.rstrip(), "\n".join(table(head, rows))]
+    return [sentences.rstrip(), "\n".join(table(head, rows))]
 
 
 def _range(rank: summary.Rank) -> str:
@@ -244,13 +246,13 @@ def _range(rank: summary.Rank) -> str:
 
 def _wrong_about(study: Study) -> str:
     """Say where weights that were trained in four bits have an error after the last layer, but lose little."""
-    said = []
+    sentences = []
     for method in (GRPO, *METHODS):
         errors = summary.measured(study.measures, method, RTN_INT4, OUTPUT_MEASURE)
         cost = study.cost(method, RTN_INT4)
         if errors and cost is not None:
-            said.append(f"{sum(errors.values()) / len(errors):.2f} ({method}, loss {interval(cost)})")
-    return f"Under `{RTN_INT4}` the error after the last layer is {joined(said)}." if len(said) > 1 else ""
+            sentences.append(f"{sum(errors.values()) / len(errors):.2f} ({method}, loss {interval(cost)})")
+    return f"Under `{RTN_INT4}` the error after the last layer is {joined(sentences)}." if len(sentences) > 1 else ""
 
 
 def _same_weights(study: Study) -> str:
@@ -321,13 +323,13 @@ def _absent(study: Study) -> list[str]:
         seeds = tuple(sorted(set(study.seeds) - set(evidence.seeds.get(cell, ()))))
         if seeds:
             lacking.setdefault(seeds, []).append(":".join(cell))
-    said = [f"{code(cells)} ({seeds_text(seeds, bare=True, listed=True)})" for seeds, cells in lacking.items()]
+    sentences = [f"{code(cells)} ({seeds_text(seeds, bare=True, listed=True)})" for seeds, cells in lacking.items()]
     if study.measures is None or "kl" not in study.measures or study.measures["kl"].isna().all():
-        said.append("the KL divergence of quantized models")
+        sentences.append("the KL divergence of quantized models")
     measured = set()
     if study.measures is not None:
         measured = set(study.measures.loc[study.measures["scheme"] == FULL, "variant"])
     unmeasured = [name for name in (SFT, LORA) if name not in measured]
-    said += [f"statistics of the weights of {code(unmeasured)}"] if unmeasured else []
-    said += ["GSM8K"] if study.words is None else []
-    return [f"**Not had**: {joined(said)}."] if said else []
+    sentences += [f"statistics of the weights of {code(unmeasured)}"] if unmeasured else []
+    sentences += ["GSM8K"] if study.words is None else []
+    return [f"**Not had**: {joined(sentences)}."] if sentences else []

@@ -85,17 +85,17 @@ def write(study: Study, made: Findings | None = None) -> str:
 
 def title(study: Study) -> str:
     """Say what was found under the primary scheme, over the figure."""
-    said = f"Under {PRIMARY}, {_clause(study.primary)}"
+    sentences = f"Under {PRIMARY}, {_clause(study.primary)}"
     tests = study.tested(GRPO, SFT)
     if PRIMARY not in tests:
-        return said
+        return sentences
     shown = outcome(tests[PRIMARY])
     words = {1: "less", -1: "more"}
     if shown.both:
-        return f"{said}. After SFT it keeps {words[shown.both]} than after RL, on both scales"
+        return f"{sentences}. After SFT it keeps {words[shown.both]} than after RL, on both scales"
     if shown.within:
-        return f"{said}. After SFT it loses as much, within the margin"
-    return f"{said}. Beside SFT: {answer(tests[PRIMARY])}"
+        return f"{sentences}. After SFT it loses as much, within the margin"
+    return f"{sentences}. Beside SFT: {answer(tests[PRIMARY])}"
 
 
 def _question() -> str:
@@ -114,15 +114,15 @@ def _setting(study: Study) -> str:
     n = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
     steps = study.setting(GRPO, "train.steps")
     trained = f"{steps} steps of GRPO" if steps else "GRPO"
-    said = (
+    sentences = (
         f"**Model and task**: {MODEL}, a pretrained model, and small sums, differences and products (“What is 47 + "
         f"36?”). {seeds_text(study.seeds)}, n = {n} held-out questions each, greedy answers. The base answers "
         f"{rate(evidence.accuracy((BASE, FULL)))} of them correctly, after {trained} "
         f"{rate(evidence.accuracy((GRPO, FULL)))}"
     )
     if (full := evidence.accuracy((SFT, FULL))) is not None:
-        said += f", after SFT {rate(full)}"
-    return f"{said}. Brackets are 95 % intervals over seeds and questions."
+        sentences += f", after SFT {rate(full)}"
+    return f"{sentences}. Brackets are 95 % intervals over seeds and questions."
 
 
 def _answer(study: Study, made: Findings | None) -> list[str]:
@@ -158,12 +158,12 @@ def _answer(study: Study, made: Findings | None) -> list[str]:
 
 def _headline(tested: Tested) -> str:
     """Return the answer to the primary question in one sentence."""
-    found, said = outcome(tested), _clause(tested)
+    found, sentences = outcome(tested), _clause(tested)
     if found.opposed:
-        return f"It depends on the scale: {said}"
+        return f"It depends on the scale: {sentences}"
     if found.open:
-        return f"Inconclusive: {said}"
-    return said[0].upper() + said[1:]
+        return f"Inconclusive: {sentences}"
+    return sentences[0].upper() + sentences[1:]
 
 
 def _clause(tested: Tested) -> str:
@@ -195,18 +195,18 @@ def _disagreement(study: Study, made: Findings | None) -> str:
     here = shown.points or shown.ratio
     link = "[models made here](#models-made-here-the-contrast)"
     if (small and here) or (not small and shown.within):
-        said = f"**This disagrees with the first answer**, given on {link}: “{there}”."
+        sentences = f"**This disagrees with the first answer**, given on {link}: “{there}”."
     else:
-        said = f"The first answer, given on {link}: “{there}”."
+        sentences = f"The first answer, given on {link}: “{there}”."
     same = study.tested(GRPO, BASE).get(contrasts.PRIMARY)
     if same is None or contrasts.PRIMARY == PRIMARY:
-        return said
+        return sentences
     here = f"{answer(same)}, {interval(same.value.points)} points"
-    return f"{said} Under `{contrasts.PRIMARY}` the answer on {MODEL} is: {here}."
+    return f"{sentences} Under `{contrasts.PRIMARY}` the answer on {MODEL} is: {here}."
 
 
 def _numbered(findings: Iterable[str]) -> list[str]:
-    return [f"{place}. {said}" for place, said in enumerate(filter(None, findings), 1)]
+    return [f"{place}. {sentences}" for place, sentences in enumerate(filter(None, findings), 1)]
 
 
 def _training(study: Study) -> str:
@@ -219,25 +219,25 @@ def _training(study: Study) -> str:
     shares = {variant: accuracy_kept(study.evidence, variant, PRIMARY) for variant in (SFT, GRPO)}
     points = f"{interval(value.points)} points ({p_value(tested.p_points)})"
     ratio = f"ratio {ratio_text(value.ratio)} ({p_value(tested.p_ratio)})"
-    said = (
+    sentences = (
         f"**{_about_training(shown, tested)}.** Under `{PRIMARY}` SFT's model keeps {share_text(shares[SFT])} of its "
         f"accuracy, GRPO's {share_text(shares[GRPO])}: {points}, {ratio}, {seeds_text(value.seeds, bare=True)}. "
         f"{_groups(tests)}"
     )
-    return f"{said} {_not_separated(study)}".rstrip()
+    return f"{sentences} {_not_separated(study)}".rstrip()
 
 
 def _about_training(shown: Outcome, tested: Tested) -> str:
     """Return what the comparison with SFT says, in one clause."""
     if shown.both < 0:
-        return "Not any training does this: after SFT the same scheme costs less, on both scales"
+        return "Not any training costs as much: after SFT the same scheme costs less, on both scales"
     if shown.both > 0:
         return "After SFT the same scheme costs more than after RL, on both scales"
     if shown.within:
         return "Not specific to RL: after SFT the same scheme costs as much, within the margin"
     if shown.open:
         return "RL, or any training? Inconclusive: neither a difference to SFT nor its absence is shown"
-    return f"RL, or any training? {answer(tested).capitalize()}"
+    return f"RL, or any training? {answer(tested)}"
 
 
 def _groups(tests: Mapping[str, Tested]) -> str:
@@ -256,7 +256,7 @@ def _groups(tests: Mapping[str, Tested]) -> str:
         else:
             group = answer(each)
         groups.setdefault(group, []).append(scheme)
-    clauses = [f"{said} under {code(schemes)}" for said, schemes in groups.items()]
+    clauses = [f"{sentences} under {code(schemes)}" for sentences, schemes in groups.items()]
     if not clauses:
         return ""
     text = "; ".join(clauses)
@@ -270,19 +270,19 @@ def _not_separated(study: Study) -> str:
         return ""
     shares = {variant: study.moved(variant) for variant in (SFT, GRPO)}
     moved = f", and SFT moved {shares[SFT]} of the stored weights, GRPO {shares[GRPO]}" if all(shares.values()) else ""
-    said = (
+    sentences = (
         f"**Not separated yet**: SFT's learning rate was {_power(rates[SFT])}, GRPO's {_power(rates[GRPO])}{moved}. So "
         "the size of the update may matter, and not only its kind."
     )
     if study.words is None:
-        said += " The last lease is to separate the two (exploratory)."
+        sentences += " The last lease is to separate the two (exploratory)."
     lora, share = study.tested(LORA, SFT).get(PRIMARY), study.moved(LORA)
     if lora is None or not share or not outcome(lora).both:
-        return said
+        return sentences
     words = {1: "more", -1: "less"}
     return (
-        f"{said} LoRA, also RL, moved {share}, and its model quantizes {words[outcome(lora).both]} cleanly than SFT's "
-        "as well, on both scales."
+        f"{sentences} LoRA, also RL, moved {share}, and its model quantizes {words[outcome(lora).both]} cleanly than "
+        "SFT's as well, on both scales."
     )
 
 
@@ -296,15 +296,15 @@ def _schemes(study: Study) -> str:
     if little:
         verb = "costs" if len(little) == 1 else "cost"
         claim = f"It depends on the scheme: {code(little)} {verb} GRPO's model less than {MARGIN}"
-    said = f"**{claim}** ({len(costs)} schemes, {seeds_text(study.seeds, bare=True)})."
+    sentences = f"**{claim}** ({len(costs)} schemes, {seeds_text(study.seeds, bare=True)})."
     if little:
         shares = {scheme: share_text(accuracy_kept(study.evidence, GRPO, scheme)) for scheme in little}
         listed = joined(f"`{q}` {loss_text(value)}, {shares[q]}" for q, value in little.items())
-        said += f" Loss and share of accuracy kept: {listed}."
+        sentences += f" Loss and share of accuracy kept: {listed}."
     if much:
         listed = joined(f"`{q}` {loss_text(value)}" for q, value in much.items())
-        said += f" Shown to cost more than {MARGIN}: {listed}."
-    return said + (f" Undecided: {code(rest)}." if rest else "")
+        sentences += f" Shown to cost more than {MARGIN}: {listed}."
+    return sentences + (f" Undecided: {code(rest)}." if rest else "")
 
 
 def _methods(study: Study) -> str:
@@ -353,15 +353,15 @@ def _measures(study: Study) -> str:
         claim = "The error after the last layer ranks the schemes as the losses do"
         if others and min(own.by_seed) > max(abs(rank) for each in others.values() for rank in each.by_seed):
             claim = "The error after the last layer ranks the schemes; statistics of the weights do so less"
-    said = (
+    sentences = (
         f"**{claim}** (exploratory). Over {own.schemes} schemes its rank correlation with the loss of GRPO's model is "
         f"{_spread(own)}"
     )
     if others:
         best = max(others, key=lambda name: abs(others[name].of_means))
-        said += f". Of the statistics of the weights the best is {MEASURES[best]}, {_spread(others[best])}"
+        sentences += f". Of the statistics of the weights the best is {MEASURES[best]}, {_spread(others[best])}"
     apart = _error_apart(study)
-    return f"{said}.{f' {apart}' if apart else ''}"
+    return f"{sentences}.{f' {apart}' if apart else ''}"
 
 
 def _spread(rank: summary.Rank) -> str:
@@ -387,7 +387,7 @@ def _error_apart(study: Study) -> str:
 def _scope(study: Study) -> str:
     """Say what the answer rests on, and what it does not cover."""
     seeds = ", ".join(map(str, study.seeds))
-    said = (
+    sentences = (
         f"One model of {PARAMETERS} parameters, whose packager had rounded its weights to {STORED}, so they already "
         f"had a grid; one kind of question; seeds {seeds}. The [design](../real/README.md) fixed the primary outcome, "
         f"the margins ({MARGIN} in points, a ratio from {RATIO_MARGIN[0]:.2f} to {RATIO_MARGIN[1]}) and the tests "
@@ -395,9 +395,9 @@ def _scope(study: Study) -> str:
         "design, are left out. Nothing follows for larger models, longer answers or other tasks."
     )
     if study.words is not None:
-        return said
+        return sentences
     pending = ["GSM8K", *(name for seed, name in PLANNED_SEEDS.items() if seed not in study.seeds)]
-    return f"{said} {joined(pending)} {'is' if len(pending) == 1 else 'are'} still to come, in a last lease."
+    return f"{sentences} {joined(pending)} {'is' if len(pending) == 1 else 'are'} still to come, in a last lease."
 
 
 def _contrast(study: Study, made: Findings) -> str:
@@ -426,8 +426,11 @@ def _contrast(study: Study, made: Findings) -> str:
     most = max(costs_there, key=costs_there.__getitem__)
     beyond = ""
     if costs_there[most] > MARGIN and (SFT, most[1]) in costs_there and not apart_there:
-        pair = " and ".join(f"{costs_there[variant, most[1]]:.3f}" for variant in (GRPO, SFT))
-        beyond = f"But under `{most[1]}`, where much is lost there, GRPO and SFT lose alike: {pair}."
+        after_grpo, after_sft = (costs_there[variant, most[1]] for variant in (GRPO, SFT))
+        beyond = (
+            f"But under `{most[1]}`, where much is lost there, no difference is shown either: GRPO's weights lose "
+            f"{after_grpo:.3f}, SFT's {after_sft:.3f}."
+        )
     return (
         f"{both} In four bits ({code(schemes)}) the models made here lose {signed(min(of_there))} to "
         f"{signed(max(of_there))} in the mean over sizes, before and after training; {MODEL} loses "
