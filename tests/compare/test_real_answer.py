@@ -516,6 +516,20 @@ def test_the_figure_states_the_finding_and_shows_every_scheme(frame, tmp_path):
     assert (tmp_path / "real.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_figure_draws_every_seed_and_no_mean_outside_of_its_axes(frame):
+    from matplotlib.figure import Figure
+
+    study = Study(frame)
+    panel = figure.Panel("points", study.cost, lambda full, kept: full - kept, (-1.0, 1.0), 0.0)
+    axis = Figure().subplots()
+    figure._draw(axis, panel, study, {"nf4": 0.0, "gptq-int2": 1.0})
+    ticks = [line.get_xdata() for line in axis.lines if line.get_marker() == "|"]
+    assert {len(single) for single in ticks} == {len(SEEDS)} and len(ticks) == 5  # SFT has no cell of gptq-int2
+    low, high = axis.get_xlim()
+    means = [line.get_xdata()[0] for line in axis.lines if line.get_marker() in figure.MARKERS.values()]
+    assert max(means) == pytest.approx(0.70) and all(low < mean < high for mean in means)
+
+
 def test_the_page_tells_seeds_schemes_layers_and_what_was_not_had(frame):
     study = Study(frame)
     text = told(study)

@@ -31,14 +31,14 @@ class Panel(NamedTuple):
         label: of its axis.
         value: of a variant under a scheme; None if it was not evaluated.
         single: the same in one seed, from accuracies at full precision and under the scheme.
-        limits: the ends of the axis; an interval beyond them ends in an arrow.
+        ends: beyond which intervals are cut off.
         neutral: where nothing is lost.
     """
 
     label: str
     value: Callable[[str, str], Estimate | None]
     single: Callable[[float, float], float]
-    limits: tuple[float, float]
+    ends: tuple[float, float]
     neutral: float
 
 
@@ -49,12 +49,12 @@ def draw(study: Study, title: str, out: Path) -> None:
     present = {scheme for scheme in SCHEMES if study.cost(GRPO, scheme) is not None}
     places = _places(present)
     panels = (
-        Panel("accuracy lost, in points (0: none)", study.cost, lambda full, kept: full - kept, (-0.05, 0.68), 0.0),
+        Panel("accuracy lost, in points (0: none)", study.cost, lambda full, kept: full - kept, (-1.0, 1.0), 0.0),
         Panel(
             "share of accuracy kept, % (100: all)",
             lambda variant, scheme: _percent(accuracy_kept(study.evidence, variant, scheme)),
             lambda full, kept: 100 * kept / full,
-            (-3, 112),
+            (0.0, 110.0),
             100.0,
         ),
     )
@@ -90,7 +90,6 @@ def _places(present: set[str]) -> dict[str, float]:
 
 
 def _draw(axis, panel: Panel, study: Study, places: Mapping[str, float]) -> None:
-    low, high = panel.limits
     for place in list(places.values())[::2]:
         axis.axhspan(place - 0.5, place + 0.5, color=drawing.GRID, alpha=0.45, lw=0, zorder=0)
     for shift, variant in zip((-STEP, 0.0, STEP), (BASE, SFT, GRPO), strict=True):
@@ -100,7 +99,7 @@ def _draw(axis, panel: Panel, study: Study, places: Mapping[str, float]) -> None
             if value is None:
                 continue
             height, colour = place + shift, COLOURS[variant]
-            axis.plot(np.clip([value.low, value.high], low, high), [height] * 2, color=colour, lw=2, zorder=2)
+            axis.plot(np.clip([value.low, value.high], *panel.ends), [height] * 2, color=colour, lw=2, zorder=2)
             full, kept = (study.evidence.by_seed((variant, under)) for under in (FULL, scheme))
             single = [panel.single(full[seed], kept[seed]) for seed in sorted(set(full) & set(kept)) if full[seed]]
             axis.plot(single, [height - ABOVE] * len(single), "|", ms=6, color=colour, mew=1.4, zorder=3)
@@ -108,7 +107,7 @@ def _draw(axis, panel: Panel, study: Study, places: Mapping[str, float]) -> None
             axis.plot(value.estimate, height, MARKERS[variant], zorder=4, **style)
             label = None  # once in the legend
     axis.axvline(panel.neutral, color=drawing.INK, lw=1)
-    axis.set_xlim(low, high)
+    axis.margins(x=0.03)
     axis.set_xlabel(panel.label, size=11)
     axis.grid(axis="y", visible=False)
 
