@@ -401,7 +401,7 @@ def test_the_page_is_what_the_export_says(tmp_path):
     """The page beside the export is written by the command that it names."""
     command = [sys.executable, *page.COMMAND.replace("DIR", str(tmp_path)).split()[1:]]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    for name in ("page.md", "tables.md"):
+    for name in ("page.md", "tables.md", "real.md"):
         assert (ROOT / "tests" / "benchmarks" / "answer" / "found" / name).read_text() == (tmp_path / name).read_text()
 
 
@@ -564,3 +564,55 @@ def test_what_arms_begin_with_is_trained_once_and_failures_are_not_lost(tmp_path
     monkeypatch.setattr(work, "qrl", lambda name, *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         work.cells("sft", "models:/m", "m3", 0, [])
+
+
+@pytest.mark.slow
+def test_the_page_begins_with_the_real_model_and_says_where_the_first_answer_disagrees(frame, tmp_path):
+    """Models made here whose losses are the same; on the real one GRPO loses 0.20 where the base loses 0.10."""
+    sizes = [frame[frame["size"] == "m3"].assign(size=size) for size in contrasts.PARAMETERS]
+    equal = pd.concat(sizes, ignore_index=True)
+    equal["correct"] = equal.groupby(["size", "variant", "seed", "question"])["correct"].transform("min")
+    rates = {("base", "full"): 0.2, ("base", "nf4"): 0.1, ("grpo", "full"): 0.8, ("grpo", "nf4"): 0.6}
+    rates |= {
+        ("sft", "full"): 0.8,
+        ("sft", "nf4"): 0.8,
+        ("base", "gptq"): 0.2,
+        ("grpo", "gptq"): 0.8,
+        ("sft", "gptq"): 0.8,
+    }
+    parts = []
+    for ((variant, scheme), rate), seed in itertools.product(rates.items(), (2, 3, 4, 5)):
+        labels = {"size": "sums", "seed": seed, "variant": variant, "scheme": scheme}
+        parts.append(pd.DataFrame({"question": np.arange(N).astype(str), "correct": np.arange(N) < N * rate, **labels}))
+    real = exported(pd.concat(parts, ignore_index=True).astype({"correct": "int8"}), tmp_path / "real")
+    folder, out = exported(equal, tmp_path / "export"), tmp_path / "out"
+    text = report.write(folder, None, out, real)
+    words = " ".join(text.split())
+    assert text.startswith("# Does RL change how cleanly a model quantizes?") and text.count("\n# ") == 0
+    assert words.index("**It depends on the scale") < words.index(f"## {page.CONTRAST}")
+    anchor = page.CONTRAST.lower().replace(":", "").replace(" ", "-")
+    assert f"**This disagrees with the first answer**, given on [models made here](#{anchor})" in words
+    assert "“In four bits (gptq) RL changes what quantization costs by less than 0.02”" in words
+    assert "Under `gptq` the answer on SmolLM2-135M-Instruct is: grpo and base differ by less than the margin" in words
+    assert "shown to differ from SFT's under none of 2 schemes; on SmolLM2-135M-Instruct under 1 of 2." in words
+    assert f"Made by `python tests/benchmarks/answer/report.py {folder} --real {real} --out DIR`." in words
+    assert {path.name for path in out.iterdir()} == {
+        *("page.md", "tables.md", "real.md", "excess.png", "bits.png", "real.png")
+    }
+
+
+def test_the_real_model_is_on_top_of_this_repositorys_own_export_alone(tmp_path):
+    own = ROOT / "tests" / "benchmarks" / "answer"
+    assert report.default_real(str(own / "export")) == str(own / "real" / "export")
+    assert report.default_real(str(tmp_path)) == "" == report.default_real(f"{own / 'export'},{tmp_path}")
+
+
+def test_every_interval_of_the_readmes_answer_is_one_of_the_page():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    answer = text[: text.index("## What it does")]
+    found = ROOT / "tests" / "benchmarks" / "answer" / "found"
+    told = "".join((found / name).read_text(encoding="utf-8") for name in ("page.md", "real.md"))
+    intervals = re.findall(r"\S+(?: %)? \[[−+\d., ]+\]", answer)
+    assert len(intervals) >= 4
+    flat = " ".join(told.split())
+    assert [each for each in intervals if each.lstrip("(") not in flat] == []

@@ -15,6 +15,7 @@ import pytest
 
 from qrl import checkpoint, names, quantize, stats, tiny
 from qrl import recipe as recipes
+from qrl.diagnose import movement
 from qrl.errors import BadInput, QrlError
 from qrl.formats import stored
 from qrl.stats import Estimate
@@ -24,11 +25,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks" / "answer" / "re
 
 import collect
 import evidence
+import figure
 import layers
 import summary
 import tables
 from commands import Commands, Slots
 from evidence import Evidence
+from real import page
+from study import Study
 
 _SPEC = importlib.util.spec_from_file_location("run_real", Path(summary.__file__).with_name("run.py"))
 run = importlib.util.module_from_spec(_SPEC)  # the first answer has a module `run`, too
@@ -55,16 +59,23 @@ ACCURACY = {  # variant, scheme → accuracy under each of SEEDS
 }
 
 
-@pytest.fixture(scope="module")
-def frame() -> pd.DataFrame:
-    """Answers whose accuracies are exact; each seed draws its own questions of the same held-out ones."""
+Rates = dict[tuple[str, str], tuple[float, ...]]
+
+
+def answers_of(accuracies: Rates, seeds: tuple[int, ...] = SEEDS, task: str = "sums") -> pd.DataFrame:
+    """Return answers whose accuracies are exact; each seed draws its own questions of the same held-out ones."""
     parts = []
-    for ((variant, scheme), rates), (place, seed) in itertools.product(ACCURACY.items(), enumerate(SEEDS)):
+    for ((variant, scheme), rates), (place, seed) in itertools.product(accuracies.items(), enumerate(seeds)):
         drawn = np.random.default_rng(seed).permutation(HELDOUT)[:N]
         right = np.arange(N) < round(N * rates[place])
-        labels = {"size": "sums", "seed": seed, "variant": variant, "scheme": scheme}
+        labels = {"size": task, "seed": seed, "variant": variant, "scheme": scheme}
         parts.append(pd.DataFrame({"question": [f"q{number}" for number in drawn], "correct": right, **labels}))
     return pd.concat(parts, ignore_index=True).astype({"correct": "int8"})
+
+
+@pytest.fixture(scope="module")
+def frame() -> pd.DataFrame:
+    return answers_of(ACCURACY)
 
 
 @pytest.fixture(scope="module")
@@ -228,6 +239,27 @@ def test_measures_of_matrices_are_means_by_their_size():
     assert set(by_kind.index) == {"q_proj", "all"}
     assert by_kind.loc["all", "relative_mse"] == pytest.approx(0.175)
     assert by_kind.loc["q_proj", "code_flip_rate"] == 0.5
+
+
+def test_the_base_has_no_change_by_training(tmp_path):
+    """`diagnose` writes the measures of training beside both models; they are those of the trained one."""
+    changes = movement.Change(numel=1).result()
+    assert set(changes) - {"numel"} <= set(collect.OF_TRAINING)
+    columns = {"tensor": "a", "layer": 0, "projection": "q_proj", "kurtosis": 4.0, **changes, "numel": 8}
+    both = pd.DataFrame([{"variant": variant, **columns, "relative_change": 0.25} for variant in ("base", "grpo")])
+    (tmp_path / "weights" / "2").mkdir(parents=True)
+    both.to_parquet(tmp_path / "weights" / "2" / names.WEIGHTS)
+    measured = collect.measures(f"sqlite:///{tmp_path}/store.db", tmp_path / "weights", "sums")
+    whole = measured[measured["projection"] == "all"].set_index("variant")
+    assert whole.loc["grpo", "relative_change"] == 0.25 and whole.loc["base", "kurtosis"] == 4.0
+    assert whole.loc["base", list(changes.keys() - {"numel"})].isna().all()
+    table = summary._of_weights(measured[measured["projection"] == "all"])
+    assert "| base | 2 | 4 |  |  |" in table and "| grpo | 2 | 4 | 0.25 | 0 |" in table
+
+
+def test_the_committed_measures_have_no_change_of_the_base():
+    stored = tables.measures([Path(summary.__file__).with_name("export")], "measures")
+    assert stored.equals(collect.without_training_of_base(stored))
 
 
 def test_a_mixture_keeps_what_it_is_told_to_and_has_the_values_of_the_codes_elsewhere(tmp_path):
@@ -398,3 +430,178 @@ def test_the_recipes_have_the_settings_of_the_design():
         assert recipe.evaluate.n == n and recipe.evaluate.engine == "vllm" and recipe.evaluate.unpacked
         assert recipe.quantize.group_size == 64 and recipe.quantize.calibration_samples == 128
         assert recipe.train.dtype == "bf16" and recipe.train.store_dtype == "auto"
+
+
+def told(study: Study) -> str:
+    """Return the page in one line."""
+    return " ".join(page.write(study).split())
+
+
+def same(rate: float) -> tuple[float, ...]:
+    return (rate,) * len(SEEDS)
+
+
+def study_of(grpo_nf4: tuple[float, ...], base_nf4: tuple[float, ...] = same(0.10), **of_sft: float) -> Study:
+    """Return a study of base 0.20 and GRPO 0.80 at full precision, with SFT's accuracies where they are given."""
+    rates = {
+        ("base", "full"): same(0.20),
+        ("base", "nf4"): base_nf4,
+        ("grpo", "full"): same(0.80),
+        ("grpo", "nf4"): grpo_nf4,
+    }
+    return Study(answers_of(rates | {("sft", scheme): same(rate) for scheme, rate in of_sft.items()}))
+
+
+@pytest.mark.parametrize(
+    ("nf4", "base_nf4", "said"),
+    [
+        (
+            same(0.60),
+            same(0.10),
+            "**It depends on the scale: after RL this model loses more accuracy in points, but keeps a larger share of "
+            "it.**",
+        ),
+        (same(0.20), same(0.10), "**After RL this model quantizes less cleanly, on both scales.**"),
+        (same(0.80), same(0.10), "**After RL this model quantizes more cleanly, on both scales.**"),
+        (
+            same(0.80),
+            same(0.20),
+            "**RL changes what quantization costs this model by less than the margin, on both scales.**",
+        ),
+        (
+            (0.80, 0.55, 0.75, 0.60),
+            (0.14, 0.14, 0.14, 0.14),
+            "**Inconclusive: neither a change by RL nor its absence is shown.**",
+        ),
+        (
+            same(0.40),
+            (0.16, 0.08, 0.06, 0.14),
+            "**After RL this model loses more accuracy in points; as a share the answer is open.**",
+        ),
+        (
+            (0.72, 0.80, 0.74, 0.79),
+            same(0.14),
+            "**After RL this model keeps a larger share of its accuracy; in points the answer is open.**",
+        ),
+    ],
+    ids=["depends", "less", "more", "within", "inconclusive", "points", "share"],
+)
+def test_the_page_answers_as_the_design_says(nf4, base_nf4, said):
+    study = study_of(nf4, base_nf4)
+    text = told(study)
+    assert said in text
+    loss = 0.80 - np.mean(nf4)
+    shown = f"GRPO's model loses {loss:.3f} [" if study.cost("grpo", "nf4").low > 0 else "GRPO's model loses "
+    assert shown in text and f"accuracy falls from 0.800 to {np.mean(nf4):.3f} after GRPO" in text
+    assert "SFT was not evaluated under `nf4`" in text and "nan" not in text and "None" not in text
+
+
+@pytest.mark.parametrize(
+    ("full", "nf4", "said"),
+    [
+        (0.80, 0.79, "**Not any training costs as much: after SFT the same scheme costs less, on both scales.**"),
+        (0.80, 0.20, "**After SFT the same scheme costs more than after RL, on both scales.**"),
+        (0.80, 0.60, "**Not specific to RL: after SFT the same scheme costs as much, within the margin.**"),
+    ],
+)
+def test_the_page_says_whether_supervised_fine_tuning_costs_as_much(full, nf4, said):
+    text = told(study_of(same(0.60), full=full, nf4=nf4))
+    assert said in text and f"SFT's model keeps {100 * nf4 / full:.0f} % [" in text and "GRPO's 75 % [" in text
+
+
+def test_the_figure_states_the_finding_and_shows_every_scheme(frame, tmp_path):
+    study = Study(frame)
+    assert page.title(study).startswith("Under nf4, after RL this model loses more accuracy in points, but keeps a")
+    figure.draw(study, page.title(study), tmp_path / "real.png")
+    assert (tmp_path / "real.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_figure_draws_every_seed_and_no_mean_outside_of_its_axes(frame):
+    from matplotlib.figure import Figure
+
+    study = Study(frame)
+    panel = figure.Panel("points", study.cost, lambda full, kept: full - kept, (-1.0, 1.0), 0.0)
+    axis = Figure().subplots()
+    figure._draw(axis, panel, study, {"nf4": 0.0, "gptq-int2": 1.0})
+    ticks = [line.get_xdata() for line in axis.lines if line.get_marker() == "|"]
+    assert {len(single) for single in ticks} == {len(SEEDS)} and len(ticks) == 5  # SFT has no cell of gptq-int2
+    low, high = axis.get_xlim()
+    means = [line.get_xdata()[0] for line in axis.lines if line.get_marker() in figure.MARKERS.values()]
+    assert max(means) == pytest.approx(0.70) and all(low < mean < high for mean in means)
+
+
+def test_the_page_tells_seeds_schemes_layers_and_what_was_not_had(frame):
+    study = Study(frame)
+    text = told(study)
+    assert "| 4 | 0.200 | 0.110 | 0.810 | 0.620 | 0.700 | 0.600 | −0.100 | 1.39 |" in text
+    assert "`gptq` by 0.040 to 0.050 (4 seeds)" in text  # three calibration sets
+    assert "| q_proj | +0.050" in text and "`q_proj` gives most of it back" in text
+    assert "differs most from vLLM's is that of base under `nf4`: +0.005" in text
+    assert "GSM8K and seed 6 are still to come, in a last lease." in text
+    absent = text[text.index("**Not had**") :]
+    assert "`base:awq-ct`" in absent and "`qad-int4:rtn-int4`" in absent and "GSM8K" in absent
+    assert "`base:nf4`" not in absent
+
+
+def test_gsm8k_and_a_seed_that_were_had_are_no_longer_announced(frame):
+    words = {("base", "full"): (0.08, 0.09), ("base", "nf4"): (0.06, 0.06), ("grpo", "full"): (0.1, 0.1)}
+    words |= {("grpo", "nf4"): (0.07, 0.07)}
+    six = answers_of({cell: rates[:1] for cell, rates in ACCURACY.items()}, (6,))
+    assert "GSM8K is still to come, in a last lease." in told(Study(pd.concat([frame, six])))
+    text = told(Study(pd.concat([frame, six, answers_of(words, (2, 3), "gsm8k")])))
+    assert "still to come" not in text and "last lease" not in text and "**GSM8K.**" in text
+    assert "Five seeds" in text and "GSM8K" not in text[text.index("**Not had**") :]
+
+
+def runs_of(rates: dict[str, str], moved: dict[str, float]) -> pd.DataFrame:
+    """Return MLflow's runs of trainings, as an export has them."""
+    rows = []
+    for variant, seed in itertools.product(rates, SEEDS):
+        values = {names.TAG_STEP: "train", names.TAG_VARIANT: variant, names.TAG_TASK: "sums-1", "seed": str(seed)}
+        values |= {"train.learning_rate": rates[variant], "train.steps": "100", "train.method": "full"}
+        values |= {"train/moved_share_stored": str(moved[variant])}
+        rows += [
+            {"run": f"{variant}{seed}", "kind": "param", "key": key, "value": value} for key, value in values.items()
+        ]
+    return pd.DataFrame(rows)
+
+
+def test_a_control_of_another_learning_rate_is_told(frame):
+    runs = runs_of({"sft": "0.0001", "grpo": "1e-05"}, {"sft": 0.58, "grpo": 0.2})
+    text = told(Study(frame, runs=runs))
+    assert "SFT's learning rate was 1e-4, GRPO's 1e-5, and SFT moved 58 % of the stored weights, GRPO 20 %." in text
+    assert "after 100 steps of GRPO 0.800" in text
+    assert "**Not separated yet**" not in told(
+        Study(frame, runs=runs_of({"sft": "1e-5", "grpo": "1e-05"}, {"sft": 1, "grpo": 1}))
+    )
+
+
+def test_a_measure_that_orders_the_losses_is_told_from_those_that_do_not():
+    """Three schemes cost GRPO's model 0.1, 0.2, 0.3; the error after the last layer rises, that of weights falls."""
+    rates = {("base", "full"): same(0.20), ("grpo", "full"): same(0.80), ("sft", "full"): same(0.80)}
+    costs = {"nf4": 0.1, "awq-ct": 0.2, "gptq": 0.3}
+    rows = []
+    for scheme, cost in costs.items():
+        rates |= {("base", scheme): same(0.15), ("grpo", scheme): same(0.80 - cost), ("sft", scheme): same(0.75)}
+        for variant, seed in itertools.product(("sft", "grpo"), SEEDS):
+            cell = {"size": "sums", "seed": seed, "variant": variant, "scheme": scheme, "projection": "all"}
+            error = cost if variant == "grpo" else cost / 2
+            rows.append(cell | {"layer_error": error + seed / 1000, "relative_mse": 1 if scheme == "awq-ct" else cost})
+    ordered = told(Study(answers_of(rates), measures=pd.DataFrame(rows)))
+    assert "ranks the schemes; statistics of the weights do so less** (exploratory). Over 3 schemes" in ordered
+    assert (
+        "of GRPO's model is +1.00 (+1.00 to +1.00 in single seeds). Of the statistics of the weights the best"
+        in ordered
+    )
+    assert "the error is 0.10 for GRPO's weights and 0.05 for SFT's, a difference of +0.050" in ordered
+    turned = pd.DataFrame(rows).assign(layer_error=lambda held: -held["layer_error"])
+    text = told(Study(answers_of(rates), measures=turned))
+    assert "The error after the last layer does not rank the schemes" in text
+
+
+def test_a_real_export_without_the_primary_outcome_is_refused_in_a_sentence(frame, tmp_path):
+    with pytest.raises(BadInput, match=r"holds no correct\.parquet: give a folder that real/collect\.py wrote"):
+        Study.read(str(tmp_path))
+    tables.write(tmp_path, frame[frame["scheme"] == "gptq"])
+    with pytest.raises(BadInput, match=r"no seed of the study .* with the primary outcome: base and grpo, in full"):
+        Study.read(str(tmp_path))

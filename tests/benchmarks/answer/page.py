@@ -38,29 +38,37 @@ BESIDE = {
     PRETRAINED: "a model of the same shape made from text with fewer errors",
 }
 _HERE = "tests/benchmarks/answer"
+TURNED = "Here a difference is the loss after GRPO minus another loss, which is gain survival with its sign turned."
+CONTRAST = "Models made here: the contrast"  # heading of the second part
 SCRIPT = f"{_HERE}/report.py"
 COMMAND = f"python {SCRIPT} {_HERE}/export --methods {_HERE}/methods --out DIR"
 
 
-def write(found: Findings, why: pd.DataFrame | None = None, command: str = COMMAND) -> str:
+def write(
+    found: Findings, why: pd.DataFrame | None = None, command: str = COMMAND, *, below_real_model: bool = False
+) -> str:
     """Return the page as Markdown.
 
     Args:
         found: all contrasts.
         why: from `tables.measures`.
         command: that made it.
+        below_real_model: whether this is the second part of a page that begins with a real model's.
     """
     changed = ""
     if found.answers.designed:
         changed = "Some tests and settings were fixed or changed after outcomes were seen: "
         changed += "[design and deviations](../README.md). "
     moved = "" if why is None else _moved(why)
+    heading, details = "# Does RL change how cleanly a model quantizes?", "## In detail"
+    if below_real_model:
+        heading, details = f"## {CONTRAST}", "### Models made here in detail"
     parts = [
-        "# Does RL change how cleanly a model quantizes?",
-        _terms(found.answers),
+        heading,
+        f"{_models(found.answers)}{TURNED}" if below_real_model else _terms(found.answers),
         "![What quantization costs GRPO's weights, minus what it costs others, by scheme](excess.png)",
         *_three_findings(found),
-        "## In detail",
+        details,
         _headline(found.answers),
         f"**RL, or any training?** {_so_far(found)}{_controls(found)}",
         f"**How many bits?** {about_bits(found)}.{_together(found)} {_cliff(found)}",
@@ -84,15 +92,18 @@ def _wrapped(part: str) -> str:
 
 def _terms(answers: Answers) -> str:
     """Say in a reader's own words what was compared."""
-    models = ""
-    if answers.designed:
-        models = "Each model was made for this study and solves word problems with one number as their answer. "
     return (
         "A *scheme* stores a model's weights in fewer bits. Its *loss* is the share of questions that the model "
         "answers correctly with all bits minus that with fewer. The question is whether the loss of a model that was "
         "trained further by RL (GRPO) differs from that of the *base* it started from, and from that of the same base "
-        f"after as many steps of supervised fine-tuning (SFT). {models}Brackets are 95 % intervals."
+        f"after as many steps of supervised fine-tuning (SFT). {_models(answers)}Brackets are 95 % intervals."
     )
+
+
+def _models(answers: Answers) -> str:
+    if not answers.designed:
+        return ""
+    return "Each model was made for this study and solves word problems with one number as their answer. "
 
 
 def _three_findings(found: Findings) -> list[str]:

@@ -1,6 +1,7 @@
 """Make the page and the tables of README.md's questions from an exported sweep, without a GPU.
 
-python tests/benchmarks/answer/report.py EXPORT --out DIR     # several exports, by comma, are joined
+python tests/benchmarks/answer/report.py EXPORT --out DIR              # several exports, by comma, are joined
+python tests/benchmarks/answer/report.py EXPORT --real DIR --out DIR   # with a real model on top: `real/README.md`
 """
 
 import argparse
@@ -11,12 +12,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent / "real"))  # last: both folders have modules `page` and `run`
 
 import correlations
 import drawn
+import figure
 import numpy as np
 import page
 import pandas as pd
+import summary
 import tables
 from contrasts import (
     BASE,
@@ -34,10 +38,15 @@ from contrasts import (
     relative_excess,
 )
 from findings import CLIFF_LOSS, CONTROL_TESTS, METHODS, OF_GRPO, PLANNED, Findings
+from real import page as real_page
+from study import Study
 
 from qrl import recipe as recipes
 from qrl.errors import BadInput
 from qrl.stats.text import interval, table
+
+HERE = Path(__file__).resolve().parent
+REAL = HERE / "real" / "export"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -305,22 +314,35 @@ def main() -> None:
     parser.add_argument("exports", help="folders of export.py, by comma")
     parser.add_argument("--methods", help="folders, by comma, whose sizes answer question 5 instead")
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder for page.md, tables.md, bits.png and excess.png"
+        "--real",
+        help="folders, by comma, of a real model's export (real/collect.py), which the page begins with, or an empty\n"
+        "text; default: the one in this repository, beside this repository's own EXPORT",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder for page.md, the tables (tables.md, real.md) and the figures"
     )
     given = parser.parse_args()
+    real = default_real(given.exports) if given.real is None else given.real
     try:
-        print(write(given.exports, given.methods, given.out))
+        print(write(given.exports, given.methods, given.out, real))
     except (BadInput, OSError) as error:
         sys.exit(str(error))
 
 
-def write(exports: str, methods: str | None, out: Path) -> str:
+def default_real(exports: str) -> str:
+    """Return the real model's export of this repository beside the repository's own export; else nothing."""
+    is_own = Path(exports).resolve() == HERE / "export"
+    return str(REAL) if is_own and (REAL / "correct.parquet").is_file() else ""
+
+
+def write(exports: str, methods: str | None, out: Path, real: str = "") -> str:
     """Write page, tables and figures of exports, and return the page.
 
     Args:
         exports: folders, by comma.
         methods: those whose sizes answer question 5 instead.
         out: folder; made if it is missing.
+        real: folders of a real model's export, by comma; the page begins with it.
 
     Raises:
         BadInput: a folder is no export, a file is damaged, or there is nothing to compare.
@@ -330,15 +352,26 @@ def write(exports: str, methods: str | None, out: Path) -> str:
     answers = Answers(frame, parameters(frame, cells))
     compared = with_own_runs(frame, _answers(methods)[0], answers.parameters) if methods else answers
     found = Findings(answers, compared, weights)
-    own = ["--methods", methods] if methods else []
-    command = f"python {page.SCRIPT} {shlex.join([exports, *own])} --out DIR"
-    texts = {"page.md": page.write(found, why, command), "tables.md": document(found, why, cells)}
+    study = Study.read(real) if real else None
+
+    options = ["--methods", methods] if methods else []
+    if real != default_real(exports):
+        options += ["--real", real]
+    command = f"python {page.SCRIPT} {shlex.join([exports, *options])} --out DIR"
+    told = page.write(found, why, command, below_real_model=study is not None)
+    texts = {"page.md": told, "tables.md": document(found, why, cells)}
+    if study is not None:
+        texts["page.md"] = f"{real_page.write(study, found)}\n{told}"
+        texts["real.md"] = summary.document(study.frame, study.cells, study.measures)
+
     out.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (out / name).write_text(text, encoding="utf-8")
     if answers.sizes:
         drawn.excess_by_scheme(found, page.title(found), out / "excess.png")
         drawn.loss_by_bits(found, page.about_bits(found), out / "bits.png")
+    if study is not None:
+        figure.draw(study, real_page.title(study), out / "real.png")
     return texts["page.md"]
 
 

@@ -24,6 +24,10 @@ from qrl import names
 OF_A_CELL = ("quantize/layer_error", "quantize/bits_per_weight")  # metrics of the command that quantized it
 WHOLE = "all"  # stands for a projection in measures of whole models
 LABELS = ("layer", "tensor", "numel")  # of a matrix
+OF_TRAINING = (  # what training changed; `diagnose` writes it beside both models that it compares
+    *("change_norm", "relative_change", "unchanged_frac", "delta_sparsity", "code_flip_rate"),
+    *("update_survival", "update_cosine", "update_projection", "effective_rank", "effective_rank_stderr"),
+)
 
 
 def write(folder: Path) -> None:
@@ -68,8 +72,16 @@ def measures(store: str, weights: Path, task: str) -> pd.DataFrame:
         for file, table in ((names.WEIGHTS, "weights"), (names.STORED, "stored"), (names.BEHAVIOUR, "behaviour")):
             if (folder / file).is_file():
                 parts.append(_of_diagnosis(pd.read_parquet(folder / file), table).assign(seed=int(folder.name)))
-    found = pd.concat(parts, ignore_index=True)
+    found = without_training_of_base(pd.concat(parts, ignore_index=True))
     return found.assign(size=task) if len(found) else found
+
+
+def without_training_of_base(found: pd.DataFrame) -> pd.DataFrame:
+    """Return measures in which the base, which was not trained, has no change by training."""
+    columns = [name for name in OF_TRAINING if name in found]
+    if not columns:
+        return found
+    return found.assign(**{name: found[name].where(found["variant"] != names.BASE) for name in columns})
 
 
 def _of_quantizing(store: str) -> pd.DataFrame:

@@ -75,6 +75,11 @@ class Evidence:
         rows = self._rows.get(cell)
         return {} if rows is None else rows.groupby("seed")["correct"].mean().to_dict()
 
+    def asked(self, cell: Cell) -> dict[int, int]:
+        """Return how many questions a cell was asked under each seed."""
+        rows = self._rows.get(cell)
+        return {} if rows is None else rows.groupby("seed").size().to_dict()
+
     def _align(self, cells: Iterable[Cell]) -> Questions:
         """Return the outcomes of cells, each as a variant of its own."""
         cells = tuple(cells)

@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[4]))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent))  # last: both folders have modules `page` and `run`
 
 import numpy as np
 import pandas as pd
@@ -113,12 +114,48 @@ def direction(value: Estimate, p: float | None, neutral: float) -> int:
     return int(value.low > neutral) - int(value.high < neutral)
 
 
-def answer(tested: Tested) -> str:
-    """Return what the design counts as an answer."""
+class Outcome(NamedTuple):
+    """What the design counts as an answer.
+
+    Attributes:
+        points, ratio: 1 or −1 if the variant is shown to quantize more or less cleanly on this scale; else 0.
+        within: whether both intervals are within the margins.
+    """
+
+    points: int
+    ratio: int
+    within: bool
+
+    @property
+    def both(self) -> int:
+        """Return 1 or −1 if both scales show the same; else 0."""
+        return self.points if self.points == self.ratio else 0
+
+    @property
+    def opposed(self) -> bool:
+        """Whether the scales show opposite things."""
+        return bool(self.points) and self.points == -self.ratio
+
+    @property
+    def open(self) -> bool:
+        """Whether nothing is shown, neither a difference nor that there is none."""
+        return not (self.points or self.ratio or self.within)
+
+
+def outcome(tested: Tested) -> Outcome:
+    """Return what the intervals and Holm's p-values of a comparison show."""
     value = tested.value
-    name, other = value.variant, value.other
     points = direction(value.points, tested.p_points, 0.0)
     ratio = direction(value.ratio, tested.p_ratio, 1.0)
+    within_points = value.points.low > -MARGIN and value.points.high < MARGIN
+    within_ratio = value.ratio.low > RATIO_MARGIN[0] and value.ratio.high < RATIO_MARGIN[1]
+    return Outcome(points, ratio, not (points or ratio) and within_points and within_ratio)
+
+
+def answer(tested: Tested) -> str:
+    """Return what the design counts as an answer, in words."""
+    name, other = tested.value.variant, tested.value.other
+    points, ratio, within = outcome(tested)
     words = {1: "more", -1: "less"}
     if points and points == ratio:
         return f"{name} quantizes {words[points]} cleanly than {other}, on both scales"
@@ -130,11 +167,36 @@ def answer(tested: Tested) -> str:
         return f"{name} quantizes {words[points]} cleanly than {other} in points; as a share it is open"
     if ratio:
         return f"{name} quantizes {words[ratio]} cleanly than {other} as a share; in points it is open"
-    within_points = value.points.low > -MARGIN and value.points.high < MARGIN
-    within_ratio = value.ratio.low > RATIO_MARGIN[0] and value.ratio.high < RATIO_MARGIN[1]
-    if within_points and within_ratio:
+    if within:
         return f"{name} and {other} differ by less than the margin, on both scales"
     return "inconclusive"
+
+
+class Family(NamedTuple):
+    """Tests that are corrected together: two outcomes of a variant beside another one, under each scheme."""
+
+    title: str
+    variant: str
+    other: str
+    schemes: tuple[str, ...]
+
+
+FAMILIES = (
+    Family(f"1. Primary: {PRIMARY}, {GRPO} and {BASE}", GRPO, BASE, (PRIMARY,)),
+    Family(f"2. {' and '.join(PLANNED[1:])}, {GRPO} and {BASE}", GRPO, BASE, PLANNED[1:]),
+    Family(f"3. RL, or any training? {GRPO} and {SFT}", GRPO, SFT, PLANNED),
+    Family(f"Exploratory: other schemes, {GRPO} and {BASE}", GRPO, BASE, OTHERS),
+    Family(f"Exploratory: other schemes, {GRPO} and {SFT}", GRPO, SFT, OTHERS),
+    Family(f"Exploratory: {SFT} and {BASE}", SFT, BASE, SCHEMES),
+    Family(f"Exploratory: {LORA} and {BASE}", LORA, BASE, SCHEMES),
+    Family(f"Exploratory: {LORA} and {GRPO}", LORA, GRPO, SCHEMES),
+    Family(f"Exploratory: {LORA} and {SFT}", LORA, SFT, SCHEMES),
+)
+
+
+def families(evidence: Evidence) -> dict[Family, dict[str, Tested]]:
+    """Return the tests of every family, by scheme."""
+    return {each: family(evidence, each.variant, each.other, each.schemes) for each in FAMILIES}
 
 
 # Tables
@@ -200,19 +262,43 @@ def accuracies_by_seed(evidence: Evidence) -> list[str]:
     return _section("## Accuracy, seed by seed", ("variant", "seed", FULL, *SCHEMES), rows)
 
 
-def methods(evidence: Evidence) -> list[str]:
-    """Return hypothesis 4: does training in four bits help?"""
+class FourBits(NamedTuple):
+    """Accuracy of weights that were trained in four bits, minus that of GRPO's under the same scheme.
+
+    Attributes:
+        p: corrected by Holm's procedure.
+        below_full: accuracy minus that of GRPO's weights at full precision.
+        seeds: how many.
+    """
+
+    value: Estimate
+    p: float
+    below_full: Estimate | None
+    seeds: int
+
+
+def in_four_bits(evidence: Evidence) -> dict[str, FourBits]:
+    """Return hypothesis 4, by method."""
     values = {}
     for method in METHODS:
         value = evidence.contrast({(method, RTN_INT4): 1.0, (GRPO, RTN_INT4): -1.0})
         if value:
             values[method] = value
     holm = holm_by_key(dict.fromkeys(METHODS, 1.0) | {method: value.p_two_sided for method, value in values.items()})
-    rows = []
+    found = {}
     for method, value in values.items():
         below_full = evidence.contrast({(method, RTN_INT4): 1.0, (GRPO, FULL): -1.0})
         seeds = len(evidence.shared([(method, RTN_INT4), (GRPO, RTN_INT4)]))
-        rows.append([f"{method}:{RTN_INT4}", str(seeds), interval(value), _p(holm[method]), _difference(below_full)])
+        found[method] = FourBits(value, holm[method], below_full, seeds)
+    return found
+
+
+def methods(evidence: Evidence) -> list[str]:
+    """Return hypothesis 4 as a table: does training in four bits help?"""
+    rows = [
+        [f"{method}:{RTN_INT4}", str(each.seeds), interval(each.value), _p(each.p), _difference(each.below_full)]
+        for method, each in in_four_bits(evidence).items()
+    ]
     head = ("accuracy of", "seeds", f"minus {GRPO}:{RTN_INT4}", "p (Holm)", f"minus {GRPO}:{FULL}")
     return _section("## Does training in four bits help?", head, rows)
 
@@ -241,17 +327,24 @@ def calibration(evidence: Evidence) -> list[str]:
     return lines + _section("## Other ways to quantize", head, rows)
 
 
+def kept_parts(evidence: Evidence) -> list[str]:
+    """Return the parts that stayed in full precision while all others were in NF4."""
+    return sorted({variant.partition(KEPT)[2] for variant, _ in evidence.cells if KEPT in variant} - {"none"})
+
+
+def given_back(evidence: Evidence, variant: str, part: str) -> Estimate | None:
+    """Return what a variant's accuracy gains if a part stays in full precision while all others are in NF4."""
+    return evidence.contrast({(f"{variant}{KEPT}{part}", FULL): 1.0, (f"{variant}{KEPT}none", FULL): -1.0})
+
+
 def layers(evidence: Evidence) -> list[str]:
-    """Return what a part gives back if it stays in full precision while all others are in NF4."""
-    labels = sorted({variant.partition(KEPT)[2] for variant, _ in evidence.cells if KEPT in variant} - {"none"})
+    """Return what a part gives back, and what is still lost, as a table."""
     rows = []
-    for label in labels:
-        kept = [(f"{variant}{KEPT}{label}", FULL) for variant in (BASE, GRPO)]
-        nothing = [(f"{variant}{KEPT}none", FULL) for variant in (BASE, GRPO)]
-        back = [evidence.contrast({cell: 1.0, other: -1.0}) for cell, other in zip(kept, nothing, strict=True)]
+    for label in kept_parts(evidence):
+        back = [given_back(evidence, variant, label) for variant in (BASE, GRPO)]
         left = [
-            evidence.contrast({(variant, FULL): 1.0, cell: -1.0})
-            for variant, cell in zip((BASE, GRPO), kept, strict=True)
+            evidence.contrast({(variant, FULL): 1.0, (f"{variant}{KEPT}{label}", FULL): -1.0})
+            for variant in (BASE, GRPO)
         ]
         rows.append([label, *map(_difference, back), *map(_difference, left)])
     whole = [evidence.contrast({(name, FULL): 1.0, (f"{name}{KEPT}none", FULL): -1.0}) for name in (BASE, GRPO)]
@@ -280,28 +373,68 @@ def knew_before(evidence: Evidence, measures: pd.DataFrame | None) -> list[str]:
     whole = measures[(measures["projection"] == "all") & ~measures["seed"].isin(SEEN)]
     present = [name for name in MEASURES if name in whole and whole[name].notna().any()]
     means = whole.groupby(["variant", "scheme"])[present].mean()
-    rows, points = [], []
+    rows = []
     for scheme, variant in itertools.product(SCHEMES, ORDER):
         cost = evidence.contrast(loss(variant, scheme))
         if cost is None or (variant, scheme) not in means.index:
             continue
         own = means.loc[(variant, scheme)]
-        points.append({"variant": variant, "loss": cost.estimate, **own})
         rows.append([scheme, variant, interval(cost), *(_number(own[name], "{:.3g}") for name in present)])
     head = ("scheme", "variant", "loss", *(MEASURES[name] for name in present))
     lines = _section("## Which measure knew before?", head, rows)
-    frame = pd.DataFrame(points)
-    ranks = []
-    for variant in [name for name in ORDER if len(frame) and (frame["variant"] == name).sum() > 2]:
-        own = frame[frame["variant"] == variant]
-        correlations = [_correlation(own["loss"], own[name]) for name in present]
-        ranks.append([variant, str(len(own)), *(_number(value, "{:+.2f}") for value in correlations)])
+    correlations = []
+    for variant in ORDER:
+        if own := ranks(evidence, measures, variant):
+            shown = [_number(own[name].of_means, "{:+.2f}") if name in own else "" for name in present]
+            correlations.append([variant, str(max(rank.schemes for rank in own.values())), *shown])
     lines += ["Spearman's correlation with the loss, over schemes; without intervals, exploratory:", ""]
-    lines += _lines(("variant", "schemes", *(MEASURES[name] for name in present)), ranks)
+    lines += _lines(("variant", "schemes", *(MEASURES[name] for name in present)), correlations)
     return lines + _of_weights(whole)
 
 
-def _correlation(loss_of: pd.Series, measure: pd.Series) -> float:
+class Rank(NamedTuple):
+    """Spearman's correlation of a measure with the loss, over the schemes of a variant.
+
+    Attributes:
+        of_means: of means over the seeds that have both.
+        by_seed: in each seed.
+        schemes: how many.
+    """
+
+    of_means: float
+    by_seed: list[float]
+    schemes: int
+
+
+def measured(measures: pd.DataFrame | None, variant: str, scheme: str, name: str) -> dict[int, float]:
+    """Return a measure of a whole cell of sums, by seed."""
+    if measures is None or name not in measures:
+        return {}
+    own = measures[(measures["size"] == "sums") & (measures["projection"] == "all") & ~measures["seed"].isin(SEEN)]
+    own = own[(own["variant"] == variant) & (own["scheme"] == scheme)].dropna(subset=[name])
+    return own.groupby("seed")[name].mean().to_dict()
+
+
+def ranks(evidence: Evidence, measures: pd.DataFrame | None, variant: str) -> dict[str, Rank]:
+    """Return the correlations of a variant, by measure; of at least three schemes."""
+    found = {}
+    for name in MEASURES:
+        rows = []
+        for scheme in SCHEMES:
+            values = measured(measures, variant, scheme, name)
+            full, kept = (evidence.by_seed((variant, under)) for under in (FULL, scheme))
+            for seed in sorted(set(values) & set(full) & set(kept)):
+                rows.append({"scheme": scheme, "seed": seed, "loss": full[seed] - kept[seed], name: values[seed]})
+        frame = pd.DataFrame(rows, columns=["scheme", "seed", "loss", name])
+        means = frame.groupby("scheme")[["loss", name]].mean()
+        of_means = correlation(means["loss"], means[name])
+        by_seed = [correlation(own["loss"], own[name]) for _, own in frame.groupby("seed")]
+        if not math.isnan(of_means):
+            found[name] = Rank(of_means, [rank for rank in by_seed if not math.isnan(rank)] or [of_means], len(means))
+    return found
+
+
+def correlation(loss_of: pd.Series, measure: pd.Series) -> float:
     """Return Spearman's correlation; nan where one of both is constant, or known of fewer than three cells."""
     known = measure.notna()
     if known.sum() < 3 or min(loss_of[known].nunique(), measure[known].nunique()) < 2:
@@ -312,21 +445,30 @@ def _correlation(loss_of: pd.Series, measure: pd.Series) -> float:
 def _of_weights(whole: pd.DataFrame) -> list[str]:
     own = whole[whole["scheme"] == FULL]
     present = [name for name in OF_WEIGHTS if name in own and own[name].notna().any()]
-    means = own.groupby("variant")[present].mean()
-    rows = [[variant, *(_number(means.loc[variant, name], "{:.4g}") for name in present)] for variant in means.index]
+    rows = []
+    for variant, measured in own.groupby("variant"):
+        seeds = ", ".join(map(str, sorted(measured["seed"].unique())))
+        means = measured[present].mean()
+        rows.append([str(variant), seeds, *(_number(means[name], "{:.7g}") for name in present)])
     return [
-        "Of the weights in full precision, means over seeds:",
+        "Of the weights in full precision, means over seeds; other variants were not measured, and the base was not "
+        "trained:",
         "",
-        *_lines(("variant", *(OF_WEIGHTS[name] for name in present)), rows),
+        *_lines(("variant", "seeds", *(OF_WEIGHTS[name] for name in present)), rows),
     ]
+
+
+def unhealthy(cells: pd.DataFrame) -> pd.DataFrame:
+    """Return the cells that break an evaluation's default limits on unfinished and on unreadable answers."""
+    limits = recipes.load("tiny").evaluate
+    return cells[(cells["truncated"] > limits.max_truncation_rate) | (cells["parsed"] < limits.min_parse_rate)]
 
 
 def marked(cells: pd.DataFrame | None) -> list[str]:
     """Return the cells that an evaluation's default limits would have refused."""
     if cells is None:
         return []
-    limits = recipes.load("tiny").evaluate
-    bad = cells[(cells["truncated"] > limits.max_truncation_rate) | (cells["parsed"] < limits.min_parse_rate)]
+    bad = unhealthy(cells)
     keys = ["size", "variant", "scheme"]
     rows = [
         [
@@ -373,24 +515,15 @@ def document(frame: pd.DataFrame, cells: pd.DataFrame | None = None, measures: p
     evidence = Evidence(sums)
     if not evidence.cells:
         raise BadInput("The export has no sums under a seed of the study (2 or above): run.py makes them.")
-    families = {
-        f"## 1. Primary: {PRIMARY}, {GRPO} and {BASE}": family(evidence, GRPO, BASE, (PRIMARY,)),
-        f"## 2. {' and '.join(PLANNED[1:])}, {GRPO} and {BASE}": family(evidence, GRPO, BASE, PLANNED[1:]),
-        f"## 3. RL, or any training? {GRPO} and {SFT}": family(evidence, GRPO, SFT, PLANNED),
-        f"## Exploratory: other schemes, {GRPO} and {BASE}": family(evidence, GRPO, BASE, OTHERS),
-        f"## Exploratory: other schemes, {GRPO} and {SFT}": family(evidence, GRPO, SFT, OTHERS),
-        f"## Exploratory: {SFT} and {BASE}": family(evidence, SFT, BASE, SCHEMES),
-        f"## Exploratory: {LORA} and {BASE}": family(evidence, LORA, BASE, SCHEMES),
-        f"## Exploratory: {LORA} and {GRPO}": family(evidence, LORA, GRPO, SCHEMES),
-    }
     seeds = sorted({seed for own in evidence.seeds.values() for seed in own})
     over = "Brackets: 95 % intervals over seeds and questions. *ratio*: of accuracy kept."
     lines = [f"Sums: seeds {', '.join(map(str, seeds))}. {over}", ""]
-    for title, tested in families.items():
-        lines += compared(evidence, tested, title)
+    found = families(evidence)
+    for each, tested in found.items():
+        lines += compared(evidence, tested, f"## {each.title}")
     lines += methods(evidence)
     lines += accuracies(evidence, "Sums") + losses(evidence, "Sums") + accuracies_by_seed(evidence)
-    lines += by_seed(evidence, [each.value for tested in families.values() for each in tested.values()])
+    lines += by_seed(evidence, [each.value for tested in found.values() for each in tested.values()])
     lines += calibration(evidence) + layers(evidence) + elsewhere(evidence)
     lines += knew_before(evidence, None if measures is None else measures[measures["size"] == "sums"])
     if len(words):
