@@ -34,11 +34,13 @@ from qrl.errors import QrlError
 
 GRPO, SFT, BASE, FULL = names.GRPO, names.SFT, names.BASE, names.FULL
 LORA, QAT, QAD = "lora", "qat-int4", "qad-int4"
+SFT_AT_GRPO_RATE = "sft-1e-5"  # tells the size of an update from its kind
 PRETRAINED = "pretrained"  # the model before GSM8K's SFT, which makes the base there
 VARIANTS = (GRPO, SFT, BASE)  # by default
 TRAINED = {  # variant → what `train` is told beside the recipe
     GRPO: (),
     SFT: ("--train.algorithm", "sft"),
+    SFT_AT_GRPO_RATE: ("--train.algorithm", "sft", "--train.learning_rate", "1e-5"),
     LORA: ("--train.method", "lora", "--train.lora_rank", "16", "--train.learning_rate", "2e-4"),
     QAT: ("--train.qat", "int4"),
     QAD: ("--train.qat", "int4", "--train.generations", "2", "--train.learning_rate", "2e-5", "--train.steps", "50"),
