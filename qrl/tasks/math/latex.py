@@ -36,6 +36,10 @@ _LAST_RULES = [
     (r" ?(\\[{}]) ?", r"\1"),
     (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
     (r"(\d+!)\^", r"(\1)^"),  # math-verify does not read `13!^4`
+    (  # math-verify reads `\sin x/(1+y)` as the sine of a fraction
+        r"(?<![A-Za-z\\])(\\(?:sin|cos|tan|cot|sec|csc|ln|log)(?:\^\{?\d\}?)? ?(?:\\[a-z]+|[a-z]|\d+)) ?/(?=[(\\])",
+        r"(\1)/",
+    ),
     (r"\\(?:Long)?rightarrow(?![A-Za-z])", r"\\to"),
     (r"\\(?:implies|Longrightarrow)(?![A-Za-z])", r"\\Rightarrow"),
     (r"\\(wedge|vee|lnot)(?![A-Za-z])", lambda match: {"wedge": r"\land", "vee": r"\lor", "lnot": r"\neg"}[match[1]]),
@@ -61,7 +65,7 @@ _FIRST_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in _FI
 _LAST_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in _LAST_RULES]
 _NESTED = re.compile(r"\\(?:boxed|fbox) ?\{(.*)\}")
 
-_HAS_ARGUMENTS = re.compile(r"[\\^_{]|log|ln|lg|exp|sin|cos|tan|cot|csc")
+_HAS_ARGUMENTS = re.compile(r"[\\^_{]|log|ln|lg|exp|sin|cos|tan|cot|sec|csc")
 
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
@@ -81,6 +85,7 @@ _RETRACTS = re.compile(
 
 _PERCENTAGE = re.compile(r"[^,;%]+\\%")
 _SPACE_OF_TEX = re.compile(r"(\\[A-Za-z]+) (?![A-Za-z])| (?=\\[A-Za-z])")  # beside a command, which needs none
+_VECTOR = re.compile(r"\\(?:vec|mathbf|overrightarrow|boldsymbol)(?![A-Za-z]).*\\(?:cdot|times)(?![A-Za-z])")
 _ONE_SIGN = re.compile(r"([_^])\{(\w|[-+*])\}")
 
 _SUCH_THAT = re.compile(r":|\\(?:mid|colon|vert)(?![A-Za-z])|\|")  # math-verify equates `\{x:x\}` with 1 and \infty
@@ -191,6 +196,7 @@ def _same_plainly(gold: str, stated: str) -> bool | None:
 
 def _tight(text: str) -> str:
     """Return an answer without spaces and braces that TeX ignores, but for those between digits or letters."""
+    text = text.replace(r"\mid ", "|").replace(r"\mid", "|")
     return _ONE_SIGN.sub(r"\1\2", _SPACE_OF_TEX.sub(r"\1", text))
 
 
@@ -250,11 +256,18 @@ def _comparable(gold: str, stated: str) -> bool:
     """Return whether math-verify can compare them; it misreads adjacent numbers, which are neither sum nor product."""
     if _SIDE_BY_SIDE.search(stated) or _SIDE_BY_SIDE.search(gold) or units.end_in_another_variable(gold, stated):
         return False
+    if _VECTOR.search(gold) and _products(gold) != _products(stated):
+        return False
     if not _same_case(gold, stated) or _primed(gold) != _primed(stated):
         return False
     gold_brackets = _brackets(gold)
     stated_brackets = _brackets(stated)
     return gold_brackets is None or stated_brackets is None or gold_brackets == stated_brackets
+
+
+def _products(text: str) -> tuple[int, int]:
+    """Return how many dot and cross products a formula of vectors has; math-verify takes both for multiplication."""
+    return text.count(r"\cdot"), text.count(r"\times")
 
 
 def _number(text: str) -> Fraction | None:

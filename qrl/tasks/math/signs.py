@@ -38,6 +38,13 @@ _SIGNS = str.maketrans(
         "\u22a5": r"\perp ",
     }
     | {"\u2227": r"\land ", "\u2228": r"\lor ", "\u00ac": r"\neg ", "\u2200": r"\forall ", "\u2203": r"\exists "}
+    | {"\u220f": r"\prod ", "\u222e": r"\oint ", "\u2295": r"\oplus ", "\u2297": r"\otimes ", "\u2224": r"\nmid "}
+    | {"\u21a6": r"\mapsto ", "\u2190": r"\leftarrow ", "\u2194": r"\leftrightarrow ", "\u21d0": r"\Leftarrow "}
+    | {"\u2191": r"\uparrow ", "\u2193": r"\downarrow ", "\u226a": r"\ll ", "\u226b": r"\gg ", "\u221d": r"\propto "}
+    | {"\u2283": r"\supset ", "\u2287": r"\supseteq ", "\u228a": r"\subsetneq ", "\u2284": r"\not\subset "}
+    | {"\u223c": r"\sim ", "\u2243": r"\simeq ", "\u2218": r"\circ ", "\u25e6": r"\circ ", "\u2204": r"\nexists "}
+    | {"\u22c2": r"\bigcap ", "\u22c3": r"\bigcup ", "\u2235": r"\because ", "\u2135": r"\aleph "}
+    | {"\u211c": r"\Re ", "\u2111": r"\Im ", "\u2715": r"\times ", "\u2a2f": r"\times "}
     | {"\u2207": r"\nabla ", "\u2234": r"\therefore ", "\u27c2": r"\perp ", "\u2266": r"\le ", "\u2267": r"\ge "}
     | {"\u230a": r"\lfloor ", "\u230b": r"\rfloor ", "\u2308": r"\lceil ", "\u2309": r"\rceil "}
     | dict.fromkeys("\u27e8\u2329\u3008", "(")
@@ -109,13 +116,15 @@ def _kind(char: str) -> str:
 
 def _decomposed(kind: str, run: str) -> str:
     """Return a run of characters of one kind in plain ones."""
-    if kind not in ("super", "sub", "fraction", "wide", "narrow", "font", "compat", "square", "circle"):
+    if kind not in ("super", "sub", "fraction", "wide", "narrow", "small", "font", "compat", "square", "circle"):
         return run
     if kind == "square":  # units and functions: ㎠, ㏑
         return "".join(_POWER_OF_UNIT.sub(r"^\1", unicodedata.normalize("NFKC", char)) for char in run)
     if kind == "fraction":
         return "".join(_fraction(char) for char in run)
     plain = unicodedata.normalize("NFKC", run).translate(_SIGNS)
+    if kind == "small":  # ﹛ is written, { is not
+        plain = re.sub(r"[{}%$]", r"\\\g<0>", plain)
     if kind == "super":
         return f"^{{{plain}}}"
     return f"_{{{plain}}}" if kind == "sub" else plain

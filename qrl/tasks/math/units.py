@@ -12,7 +12,7 @@ _NAMES = (
     r"(?:centi|kilo|milli|deci|micro|nano)?(?:met(?:er|re)s?|grams?|lit(?:er|re)s?|seconds?|watts?|hertz)"
     r"|feet|foot|yards?|miles?|inch(?:es)?|pounds?|ounces?|gallons?|tons?|tonnes?|acres?|hectares?"
     r"|minutes?|hours?|days?|weeks?|months?|years?|radians?|units?|newtons?|joules?|volts?|amperes?|ohms?|moles?"
-    r"|degrees?(?: ?(?:Celsius|Fahrenheit))?|dollars?|cents?|euros?|rupees?|yen|USD|EUR|GBP|INR|CAD|AUD"
+    r"|cups?|degrees?(?: ?(?:Celsius|Fahrenheit))?|dollars?|cents?|euros?|rupees?|yen|USD|EUR|GBP|INR|CAD|AUD"
 )
 _SYMBOLS = (
     r"[kcmdn]m|ft|yd|in|mi|[km]g|lbs?|oz|m[lL]|cc|gal|hrs?|mins?|secs?|ms|mph|km?ph|[kMG]?Hz|k?Wh?|mol|k?Pa|k?J"
@@ -33,7 +33,7 @@ _UNIT = rf"(?:{_FRACTION}|{_ANY}(?:{_TIMES}{_ANY}){{0,3}})"
 _AFTER_NUMBER = re.compile(rf"(?:(?<=[0-9)}}])|(?<=\\pi)) ?({_UNIT})\Z")
 _MAY_END_IN_UNIT = re.compile(r"[A-Za-z][}\]0-9^]*\Z|\^\{-?[1-9]\}\Z|\}\}\Z")
 _GLUED_LETTER = re.compile(rf"{_LETTERS}{_POWER}?")
-_VARIABLE = re.compile(r"(?:(?<=[0-9)}])|(?<=\\pi)) ?([a-z])\Z")
+_VARIABLE = re.compile(r"(?:(?<=[0-9)}])|(?<=\\pi)) ?(?!th|st|nd|rd|d[a-z])([a-z]{1,2})\Z")  # `5th` is 5, `dx` no product
 _WORDS = re.compile(r"\\(?:text|mathrm|mathbf)\{[^{}]*\}|\\[A-Za-z]+")
 
 
@@ -59,9 +59,9 @@ def dropped(gold: str, stated: str) -> tuple[str, str]:
 
 
 def end_in_another_variable(gold: str, stated: str) -> bool:
-    """Return whether one answer ends in a variable that the other lacks, such as `7t` beside 7."""
+    """Return whether one answer ends in variables that the other lacks, such as `7t` or `7ab` beside 7."""
     return any(
-        last is not None and last[1] not in _variables(_unwrapped(other))
+        last is not None and not set(last[1]) <= _variables(_unwrapped(other))
         for last, other in ((_VARIABLE.search(gold), stated), (_VARIABLE.search(stated), gold))
     )
 

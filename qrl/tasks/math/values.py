@@ -44,7 +44,8 @@ class Time:
 
     def accepts(self, stated: "Time") -> bool:
         """Return whether a stated time is this one, which may have lost its a.m. or p.m., but has no wrong one."""
-        if self.has_half and not stated.has_half and stated.seconds < _HALF_DAY_S + 3600:
+        may_lack_half = 3600 <= stated.seconds < _HALF_DAY_S + 3600  # 0:30 and 13:00 are hours of the 24-hour clock
+        if self.has_half and not stated.has_half and may_lack_half:
             return self.seconds % _HALF_DAY_S == stated.seconds % _HALF_DAY_S
         return self.seconds == stated.seconds
 
