@@ -33,7 +33,9 @@ _UNIT = rf"(?:{_FRACTION}|{_ANY}(?:{_TIMES}{_ANY}){{0,3}})"
 _AFTER_NUMBER = re.compile(rf"(?:(?<=[0-9)}}])|(?<=\\pi)) ?({_UNIT})\Z")
 _MAY_END_IN_UNIT = re.compile(r"[A-Za-z][}\]0-9^]*\Z|\^\{-?[1-9]\}\Z|\}\}\Z")
 _GLUED_LETTER = re.compile(rf"{_LETTERS}{_POWER}?")
-_VARIABLE = re.compile(r"(?:(?<=[0-9)}])|(?<=\\pi)) ?(?!th|st|nd|rd|d[a-z])([a-z]{1,2})\Z")  # `5th` is 5, `dx` no product
+_VARIABLE = re.compile(
+    r"(?:(?<=[0-9)}])|(?<=\\pi)) ?(?!th|st|nd|rd|d[a-z])([a-z]{1,2})\Z"
+)  # `5th` is 5, `dx` no product
 _WORDS = re.compile(r"\\(?:text|mathrm|mathbf)\{[^{}]*\}|\\[A-Za-z]+")
 
 
