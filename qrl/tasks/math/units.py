@@ -46,17 +46,16 @@ def dropped(gold: str, stated: str) -> tuple[str, str]:
     """
     bare_gold, gold_unit = _split(gold)
     bare_stated, stated_unit = _split(stated)
-    if not (gold_unit or stated_unit):
-        return gold, stated
+    if gold_unit and _bare_name(gold_unit) == _bare_name(stated_unit):  # `5m` and `5\text{ m}`
+        return bare_gold, bare_stated
     if stated_unit and _variables(bare_stated) == _variables(gold):
         is_unit = not _variables(gold) or _is_certain(stated, bare_stated, stated_unit)
         return gold, bare_stated if is_unit else stated
-    if not _is_certain(gold, bare_gold, gold_unit):
-        return gold, stated
-    if _variables(bare_gold) == _variables(stated):
-        return bare_gold, stated
-    if stated_unit and _variables(bare_gold) == _variables(bare_stated):
-        return bare_gold, bare_stated
+    if _is_certain(gold, bare_gold, gold_unit):
+        if _variables(bare_gold) == _variables(stated):
+            return bare_gold, stated
+        if stated_unit and _variables(bare_gold) == _variables(bare_stated):
+            return bare_gold, bare_stated
     return gold, stated
 
 
@@ -66,6 +65,15 @@ def end_in_another_variable(gold: str, stated: str) -> bool:
         last is not None and not set(last[1]) <= _variables(_unwrapped(other))
         for last, other in ((_VARIABLE.search(gold), stated), (_VARIABLE.search(stated), gold))
     )
+
+
+def with_product(text: str) -> str:
+    r"""Return an answer with a variable at its end as a factor, `7\cdot{t}`: math-verify drops the t of `7t`."""
+    return _VARIABLE.sub(r"\\cdot{\1}", text)
+
+
+def _bare_name(unit: str) -> str:
+    return re.sub(r"[\s{}]", "", _unwrapped(unit))
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from sympy.concrete.expr_with_limits import ExprWithLimits
 from sympy.core import random as sympy_random
 
 from qrl.errors import first_line
-from qrl.tasks.math import latex, values
+from qrl.tasks.math import latex, units, values
 from qrl.tasks.math.verdict import Claim, verdict
 from qrl.tasks.question import Verdict
 
@@ -92,8 +92,8 @@ def _with_imaginary_unit(expression: Basic) -> Basic:
     """Return an expression with the imaginary unit for each letter i, which math-verify reads as one of two symbols."""
     if expression.has(ExprWithLimits):  # where i may count the terms of a sum
         return expression
-    units = {symbol: I for symbol in expression.free_symbols if symbol.name == "i"}
-    return expression.xreplace(units) if units else expression
+    letters = {symbol: I for symbol in expression.free_symbols if symbol.name == "i"}
+    return expression.xreplace(letters) if letters else expression
 
 
 _numerically_equal_in_library = grader.sympy_numeric_eq
@@ -184,7 +184,7 @@ def _read(answer: str) -> Basic | None:
 
 
 def _parsed(answer: str) -> Basic | None:
-    content = normalize_latex(f"\\boxed{{{values.as_fractions(answer)}}}", config=_NORMAL)
+    content = normalize_latex(f"\\boxed{{{values.as_fractions(units.with_product(answer))}}}", config=_NORMAL)
     try:
         return parse_latex_cached(content)
     except (MemoryError, RecursionError):
