@@ -36,6 +36,11 @@ _GLUED_LETTER = re.compile(rf"{_LETTERS}{_POWER}?")
 _VARIABLE = re.compile(
     r"(?:(?<=[0-9)}])|(?<=\\pi)) ?(?!th|st|nd|rd|d[a-z])([a-z]{1,2})\Z"
 )  # `5th` is 5, `dx` no product
+_FUNCTION = re.compile(r"log|ln|exp|sin|cos|tan|cot|sec|csc")
+_DROPPED_FACTOR = re.compile(  # letters that math-verify takes for units
+    r"((?<![\w.^_{])[0-9]+(?:\.[0-9]+)?|\)|\\pi|\\frac\{[^{}]*\}\{[^{}]*\}|\\sqrt\{[^{}]*\}) ?([cdghlmost]|ab|bc)\Z"
+)
+_DROPPED_ARGUMENT = re.compile(r"(?:(?<=[0-9}]) ?| )([cdghlmost])\Z")
 _WORDS = re.compile(r"\\(?:text|mathrm|mathbf)\{[^{}]*\}|\\[A-Za-z]+")
 
 
@@ -68,8 +73,13 @@ def end_in_another_variable(gold: str, stated: str) -> bool:
 
 
 def with_product(text: str) -> str:
-    r"""Return an answer with a variable at its end as a factor, `7\cdot{t}`: math-verify drops the t of `7t`."""
-    return _VARIABLE.sub(r"\\cdot{\1}", text)
+    r"""Return an answer with a variable at its end as a factor, `7\cdot{t}`: math-verify drops the t of `7t`.
+
+    In `\sin^2 t` and `\log_2 t`, it is the argument of a function, which gets braces.
+    """
+    if _FUNCTION.search(text):
+        return _DROPPED_ARGUMENT.sub(r"{\1}", text)
+    return _DROPPED_FACTOR.sub(r"\1\\cdot{\2}", text)
 
 
 def _bare_name(unit: str) -> str:
