@@ -92,7 +92,7 @@ def _with_imaginary_unit(expression: Basic) -> Basic:
     """Return an expression with the imaginary unit for each letter i, which math-verify reads as one of two symbols."""
     if expression.has(ExprWithLimits):  # where i may count the terms of a sum
         return expression
-    letters = {symbol: I for symbol in expression.free_symbols if symbol.name == "i"}
+    letters = {symbol: I for symbol in expression.free_symbols if str(symbol) == "i"}
     return expression.xreplace(letters) if letters else expression
 
 
