@@ -87,6 +87,23 @@ def test_a_tied_head_without_its_embedding_is_refused(folder):
         checkpoint.check(folder)
 
 
+def test_a_head_of_its_own_that_is_missing_or_for_other_tokens_is_refused_before_it_is_loaded(folder):
+    odd.edit(folder, "config.json", tie_word_embeddings=False)
+    with pytest.raises(BadInput, match=r"no file holds a head \(lm_head\.weight\).* set tie_word_embeddings to true"):
+        checkpoint.check(folder)
+    odd.swap_head(folder, tied=False)
+    odd.pad_rows(folder, 1)
+    with pytest.raises(BadInput, match=r"lm_head\.weight for 512 tokens, .* for 513: .*resize_token_embeddings\(513\)"):
+        checkpoint.check(folder)
+
+
+def test_an_end_token_by_its_name_is_refused(folder):
+    for ends in ("2", [2, "<|im_end|>"], 2.0):
+        odd.edit(folder, "generation_config.json", eos_token_id=ends)
+        with pytest.raises(BadInput, match=r"\(eos_token_id\), but a whole number was expected"):
+            checkpoint.check(folder)
+
+
 def test_a_file_that_is_mended_is_read_again(folder):
     head = odd.weights(folder)[odd.EMBEDDING]
     odd.swap_head(folder)

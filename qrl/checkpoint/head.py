@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TIED = "tie_word_embeddings"
 HEADS = ("lm_head", "embed_out")  # modules, by the last part of their names
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
+_STANDARD_EMBEDDING = "model.embed_tokens.weight"  # beside it, the head is lm_head
 _BLOCK = 1 << 22  # numbers compared at once, which limits memory
 
 
@@ -37,11 +38,15 @@ def check(folder: Path, settings: Mapping[str, Any], entry_of: Mapping[str, Entr
         entry_of: its tensors, by name.
 
     Raises:
-        BadInput: config.json ties the head to the embedding, and the file stores another head, or the head alone.
+        BadInput: config.json ties the head to the embedding, and the file stores another head, or the head alone; or
+            config.json unties them, and the file stores no head, or one for another number of tokens.
     """
     embedding_name = embedding(entry_of)
     head_name = head(entry_of)
-    if not head_name or settings.get(TIED) is False or not is_tied(settings):
+    if settings.get(TIED) is False or not is_tied(settings):
+        _check_own_head(folder, settings, entry_of, head_name, embedding_name)
+        return
+    if not head_name:
         return
     if not embedding_name:
         _check_embedding(folder, entry_of, head_name)
@@ -58,6 +63,40 @@ def check(folder: Path, settings: Mapping[str, Any], entry_of: Mapping[str, Entr
         "embedding.",
         field=TIED,
     )
+
+
+def _check_own_head(
+    folder: Path,
+    settings: Mapping[str, Any],
+    entry_of: Mapping[str, Entry],
+    head_name: str | None,
+    embedding_name: str | None,
+) -> None:
+    """Raise BadInput where a head of its own is missing, or has other rows than the embedding."""
+    if head_name is None:
+        if settings.get(TIED) is False and embedding_name == _STANDARD_EMBEDDING and _writes_text(settings):
+            raise BadInput(
+                f"{folder / 'config.json'} says that the output head is not the embedding ({TIED}: false), but no file "
+                f"holds a head (lm_head.weight): copy or save the whole model again, or set {TIED} to true if the head "
+                "is the embedding.",
+                field=TIED,
+            )
+        return
+    stored_head = entry_of[head_name]
+    if embedding_name is None or len(stored_head.shape) != 2 or stored_head.dtype not in header.FLOATS:
+        return
+    rows, head_rows = entry_of[embedding_name].shape[0], stored_head.shape[0]
+    if rows != head_rows:
+        raise BadInput(
+            f"{folder} holds {head_name} for {head_rows} tokens, but {embedding_name} for {rows}: enlarge both, "
+            f"model.resize_token_embeddings({max(rows, head_rows)}), then save the model again."
+        )
+
+
+def _writes_text(settings: Mapping[str, Any]) -> bool:
+    architectures = settings.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    return any(str(name).endswith("ForCausalLM") for name in names)
 
 
 def _check_embedding(folder: Path, entry_of: Mapping[str, Entry], head_name: str) -> None:

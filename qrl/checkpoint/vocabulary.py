@@ -78,6 +78,12 @@ def _check_named_ids(folder: Path, settings: Mapping[str, Any], rows: int, read_
         for token_id in value if isinstance(value, list) else [value]:
             named_ids.append((ends_file.name if ends_file.is_file() else "config.json", key, token_id))
     for name, key, token_id in named_ids:
+        if token_id is not None and type(token_id) is not int:
+            raise BadInput(
+                f"{folder / name} names the token {token_id!r} ({key}), but a whole number was expected: copy the file "
+                "from the model again, or give the token's id.",
+                field=key,
+            )
         if type(token_id) is int and token_id >= rows:
             raise BadInput(
                 f"{folder / name} names the token {token_id} ({key}), but the embedding has {rows} rows, for ids 0 to "

@@ -104,10 +104,17 @@ class _Matcher:
             leaves = ", ".join(dict.fromkeys(path.rpartition(".")[2] for path in self.paths))
             raise BadInput(
                 f"{field} has '{term.text}', which matches no linear of the model: expected {spelling.SPELLING}; its "
-                f"{self.blocks} blocks hold {leaves}, such as {self.paths[0]}.",
+                f"{self.blocks} blocks hold {leaves}, such as {self.paths[0]}.{self._hint(term)}",
                 field=field,
             )
         return found
+
+    def _hint(self, term: Term) -> str:
+        """Return a sentence on a regular expression that matches only later in the paths."""
+        expression = term.pattern.removeprefix(spelling.REGEX)
+        if expression == term.pattern or not any(re.search(expression, path) for path in self.paths):
+            return ""
+        return f" A regular expression matches from the start of the path: {spelling.REGEX}.*{expression}."
 
     def _is_match(self, term: Term, path: str) -> bool:
         block = self.block_of[path]

@@ -27,6 +27,7 @@ FORMATS = tuple(name for name in names.FORMATS if name not in ("int8-attention",
 SPELLING = "mlp, attention, first:N, last:N, a name such as down_proj or layers.3, or re:PATTERN"
 _ENDS = re.compile(rf"({FIRST}|{LAST}):([1-9]\d{{0,3}})")
 _NAME = re.compile(r"\w+(\.\w+)*")
+_SHELL_PATTERN = re.compile(r"[\w.*?\[\]-]*[*?\[][\w.*?\[\]-]*")
 _LONGEST_SLUG = 40
 
 
@@ -54,8 +55,8 @@ def parse(text: str) -> Term:
         raise ValueError(f"has '{text}', which leaves linears out and gives them a format: choose one")
     if equals and format_name not in FORMATS:
         raise ValueError(
-            f"has '{text}', but the format after = must be one of {', '.join(FORMATS)}; one that calibrates "
-            "activations can only be the scheme's own"
+            f"the format of '{text}' must be one of {', '.join(FORMATS)}, or {FULL}; one that calibrates activations "
+            "can only be the scheme's own"
         )
     _check_pattern(text, pattern)
     return Term(text, pattern, is_left_out, format_name or None)
@@ -71,7 +72,21 @@ def _check_pattern(text: str, pattern: str) -> None:
             raise ValueError(f"has '{text}' without a pattern: give a regular expression after {REGEX}")
         return
     if not _ENDS.fullmatch(pattern) and not _NAME.fullmatch(pattern):
-        raise ValueError(f"has '{text}', but a term must be {SPELLING}, with - before it or =FORMAT after it")
+        raise ValueError(
+            f"a term must be {SPELLING}, with - before it or =FORMAT after it, not '{text}'{_regex_hint(pattern)}"
+        )
+
+
+def _regex_hint(pattern: str) -> str:
+    """Return what a shell's pattern with `*` is as a regular expression; empty for other patterns."""
+    if not _SHELL_PATTERN.fullmatch(pattern):
+        return ""
+    expression = pattern.replace(".", r"\.").replace("*", ".*").replace("?", ".")
+    if pattern.startswith(".*"):
+        expression = pattern
+    elif not expression.startswith((".*", "model")):
+        expression = f".*{expression}"
+    return f"; as a regular expression it is {REGEX}{expression}"
 
 
 def parse_all(terms: tuple[str, ...]) -> list[Term]:
@@ -94,6 +109,21 @@ def from_mapping(value: Any) -> Any:
     return tuple(terms)
 
 
+def _typed(terms: tuple[str, ...]) -> tuple[str, ...]:
+    """Return terms with a format as a mapping names it, `mlp=own` or `first:2=full`, in the usual spelling."""
+    usual = []
+    for term in terms:
+        pattern, _, format_name = term.partition("=")
+        is_included = not pattern.startswith("-")
+        if is_included and format_name == FULL:
+            usual.append(f"-{pattern}")
+        elif is_included and format_name == OWN:
+            usual.append(pattern)
+        else:
+            usual.append(term)
+    return tuple(usual)
+
+
 def _check(terms: tuple[str, ...]) -> tuple[str, ...]:
     parsed = parse_all(terms)
     if any("," in term.text for term in parsed):  # a list in YAML can hold one, but a command line could not pass it on
@@ -102,7 +132,9 @@ def _check(terms: tuple[str, ...]) -> tuple[str, ...]:
 
 
 # The type of a recipe's field.
-Layers = Annotated[tuple[str, ...], BeforeValidator(from_mapping), once("term"), AfterValidator(_check)]
+Layers = Annotated[
+    tuple[str, ...], BeforeValidator(from_mapping), AfterValidator(_typed), once("term"), AfterValidator(_check)
+]
 
 
 def text_of(terms: tuple[str, ...]) -> str:

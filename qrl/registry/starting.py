@@ -19,6 +19,8 @@ from qrl.tracking import runs, store, store_errors
 
 _REGISTERED = re.compile(r"models:/([^/@]+)[/@]([^/@]+)")  # by stage, alias or version; models:/m-… is a logged model
 
+_LOGGED = re.compile(r"models:/m-\w+")
+
 
 def with_version(recipe: Recipe) -> Recipe:
     """Return a recipe whose model is a version, if it is a registered model; any other recipe as it is.
@@ -48,6 +50,12 @@ def version_of(address: str, public_key: str = "") -> str:
     """
     match = _REGISTERED.fullmatch(address)
     if match is None:
+        if address.startswith("models:") and not _LOGGED.fullmatch(address):
+            raise BadInput(
+                f"'{address}' names no version of a registered model: expected models:/NAME@STAGE, such as "
+                "models:/qrl-tiny@base, or models:/NAME/3. `history` lists what there is.",
+                field="model",
+            )
         return address
     store.check_there()
     store.prepare()

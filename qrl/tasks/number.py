@@ -46,13 +46,14 @@ _LOOKS = str.maketrans(
     | dict.fromkeys([*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2060, 0x206A), 0xFEFF, 0x00AD])
     | {char: " " + unicodedata.normalize("NFKC", char).replace("\u2044", "/") for char in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 )
+_BEFORE_VULGAR = re.compile(r"(?<=[0-9]) (?=[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞])")  # `2 ½` is `2½`
 _LATEX = {"{,}": ",", "\\,": "\u2009", "\\!": "", "\\$": "$", "\\%": "%", "\\;": " ", "\\:": " ", "\\ ": " "}
 
 
 def tidy(line: str) -> str:
     """Return a short text in plain signs: look-alikes replaced, LaTeX's wrapping removed, `\\frac{a}{b}` as ` a/b`."""
     if not line.isascii():
-        line = line.translate(_LOOKS)
+        line = _BEFORE_VULGAR.sub("", line).translate(_LOOKS)
     if "\\" in line or "{" in line:
         for latex, plain in _LATEX.items():
             line = line.replace(latex, plain)

@@ -8,17 +8,27 @@ within the thinking, and without a closing tag it was cut there and has no answe
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-ENDS = re.compile(r"<(?:\|(?:im_end|endoftext|eot_id|end_of_text|end)\||/s|end_of_turn|eos)>")
+# A message of gpt-oss ends with <|end|>, and another one of the same turn may follow.
+ENDS = re.compile(
+    r"<(?:\|(?:im_end|endoftext|eot_id|end_of_text|end(?!\|><\|start\|>assistant)|return)\||/s|end_of_turn|eos)>"
+)
 
 # A tag that a chat template may name: <think>, [THINK], </seed:think>. A closing one has a slash.
-_TAG = r"(?:<\|?|\[|◁)%s(?:[a-z]+:)?(?:think(?:ing)?|thoughts?|reason(?:ing)?)(?:\|?>|\]|▷)"
+_NAME = r"(?:[a-z]+[:_])?(?:think(?:ing)?|thoughts?|reason(?:ing)?)"
+_TAG = rf"(?:<\|?|\[|◁)%s{_NAME}(?:\|?>|\]|▷)"
 _CLOSING = re.compile(_TAG % "/", re.IGNORECASE)
 _LAST_OPENING = re.compile(_TAG % "" + r"\s*\Z", re.IGNORECASE)
-_WORDED = {  # closing tag → opening tag, where they differ by more than a slash
-    "<|end_of_thought|>": "<|begin_of_thought|>",
-    "<|END_THINKING|>": "<|START_THINKING|>",
-    "<channel|>": "<|channel>thought",
+# A closing tag in words: <|END_THINKING|>, <|think_end|>. The opening one has another word in its place.
+_CLOSING_IN_WORDS = re.compile(rf"<\|?(?:(end)_(?:of_)?{_NAME}|{_NAME}_(end))\|?>", re.IGNORECASE)
+_CHANNELS = {  # what a chat template writes → (opening tag, closing tag), where they differ by more than a word
+    "<channel|>": ("<|channel>thought", "<channel|>"),
+    "<|inner_suffix|>": ("<|inner_prefix|>", "<|inner_suffix|>"),
+    "<|channel|>final<|message|>": (
+        "<|channel|>analysis<|message|>",
+        "<|end|><|start|>assistant<|channel|>final<|message|>",
+    ),
 }
 _LONGEST_TAG = 100  # characters, white space behind it included
 
@@ -28,11 +38,17 @@ class Tags:
     """A model's tags around its thinking.
 
     Attributes:
-        pairs: (opening tag, closing tag), one or more.
+        pairs: (opening tag, closing tag), one or more; upper and lower case are the same.
         begun: whether the prompt ends with the first pair's opening tag, so that completions begin in the thinking.
     """
 
-    pairs: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
+    pairs: tuple[tuple[str, str], ...] = (
+        *((f"<{name}>", f"</{name}>") for name in ("think", "thinking", "thought", "reasoning", "seed:think")),
+        *(("[THINK]", "[/THINK]"), ("◁think▷", "◁/think▷"), ("<|think|>", "<|/think|>")),
+        *(("<|begin_of_thought|>", "<|end_of_thought|>"), ("<|START_THINKING|>", "<|END_THINKING|>")),
+        *_CHANNELS.values(),
+        ("<|channel|>analysis<|message|>", "assistantfinal"),  # as a decoder leaves them that skips special tokens
+    )
     begun: bool = False
 
     @property
@@ -76,7 +92,10 @@ def of_prompt(chat_template: str, prompt: str) -> Tags:
         prompt: any prompt, up to the start of the model's own turn.
     """
     pairs = [(closing.replace("/", "", 1), closing) for closing in _CLOSING.findall(chat_template)]
-    pairs += [(opening, closing) for closing, opening in _WORDED.items() if closing in chat_template]
+    pairs += [
+        (_opening_in_words(match, chat_template), match[0]) for match in _CLOSING_IN_WORDS.finditer(chat_template)
+    ]
+    pairs += [pair for written, pair in _CHANNELS.items() if written in chat_template]
     last_opening = _LAST_OPENING.search(prompt[-_LONGEST_TAG:])
     if last_opening:  # a template that opens the thinking need not name the tag that closes it
         opening = last_opening.group().rstrip()
@@ -88,6 +107,15 @@ def of_prompt(chat_template: str, prompt: str) -> Tags:
         pairs.remove(begun_pairs[0])
         pairs.insert(0, begun_pairs[0])
     return Tags(tuple(pairs), begun=bool(begun_pairs))
+
+
+def _opening_in_words(closing: re.Match, chat_template: str) -> str:
+    """Return the opening tag beside a closing one such as `<|END_THINKING|>`: one that the template has, if any."""
+    tag = closing[0]
+    end_word = closing[1] or closing[2]
+    words = ("begin", "start") if "_of_" in tag else ("start", "begin")
+    openings = [tag.replace(end_word, word.upper() if end_word.isupper() else word) for word in words]
+    return next((opening for opening in openings if opening in chat_template), openings[0])
 
 
 def until_end(completion: str) -> str:
@@ -111,14 +139,19 @@ def length(completion: str, tags: Tags = TAGS) -> int:
 
 
 def _answer_start(body: str, tags: Tags) -> int:
+    opening, closing = _patterns(tags.pairs)
     closed = 0
-    for _, closing in tags.pairs:
-        start = body.rfind(closing)
-        if start >= 0:
-            closed = max(closed, start + len(closing))
+    for match in closing.finditer(body):
+        closed = match.end()
     if tags.begun and not closed:
         return len(body)
-    for opening, _ in tags.pairs:
-        if body.find(opening, closed) >= 0:  # opened again, and cut before it closed
-            return len(body)
+    if opening.search(body, closed):  # opened again, and cut before it closed
+        return len(body)
     return closed
+
+
+@lru_cache(maxsize=64)
+def _patterns(pairs: tuple[tuple[str, str], ...]) -> tuple[re.Pattern, re.Pattern]:
+    """Return what finds any opening tag, and any closing one."""
+    openings, closings = ("|".join(map(re.escape, tags)) for tags in zip(*pairs, strict=True))
+    return re.compile(openings, re.IGNORECASE), re.compile(closings, re.IGNORECASE)

@@ -23,6 +23,7 @@ _LINEAR = (".lora_A", ".lora_B")
 _AXES = {
     ".lora_A.weight": (1, 1),
     ".lora_B.weight": (0, 0),
+    ".lora_B.bias": (0, 0),
     ".lora_embedding_A": (1, 0),
     ".lora_embedding_B": (0, 1),
     ".trainable_tokens_delta": (1, 1),
@@ -42,7 +43,9 @@ def check(path: Path, base: checkpoint.Checkpoint) -> None:
     base_settings = checkpoint.config(base.path)
     _check_tokenizer(path, base.path)
     _check_token_indices(path, settings, head.row_count(base_settings, entry_of))
-    for name, entry in header.read(path / WEIGHTS).items():
+    tensors = header.read(path / WEIGHTS)
+    _check_tokens_apart(path, settings, tensors, is_tied=head.is_tied(base_settings))
+    for name, entry in tensors.items():
         _check_tensor(path, name, entry, base, entry_of, is_tied=head.is_tied(base_settings))
 
 
@@ -98,6 +101,22 @@ def _check_token_indices(path: Path, settings: Mapping, rows: int | None) -> Non
         )
 
 
+def _check_tokens_apart(path: Path, settings: Mapping, tensors: Mapping[str, Entry], *, is_tied: bool) -> None:
+    """Raise BadInput if LoRA extends a matrix of which single tokens are trained too: PEFT loses one of the two."""
+    if not settings.get("trainable_token_indices"):
+        return
+    for name in tensors:
+        module, kind = _parts(name)
+        leaf = module.rpartition(".")[2]
+        if kind.startswith(".lora") and (leaf in head.EMBEDDINGS or (leaf in head.HEADS and is_tied)):
+            raise BadInput(
+                f"{path} trains single tokens (trainable_token_indices) and extends {leaf}, the same matrix, by LoRA: "
+                f"PEFT cannot merge both. Train it again with one of the two, such as without {leaf} in "
+                "target_modules.",
+                field="trainable_token_indices",
+            )
+
+
 def _check_tensor(
     path: Path, name: str, entry: Entry, base: checkpoint.Checkpoint, entry_of: Mapping[str, Entry], *, is_tied: bool
 ) -> None:
@@ -113,9 +132,17 @@ def _check_tensor(
     if matrix is None:
         if any(tensor.startswith(f"{module}.") for tensor in entry_of):
             return  # such as experts, whose matrices are parameters of one module
+        if _extends(module.rpartition(".")[0], entry_of, is_tied=is_tied):
+            return  # a module of PEFT's own within one of the base, such as `q_proj.oft_R`
         raise BadInput(
             f"{path} was trained over another model than {base.path}: it extends {module}, which that model lacks. "
             f"{_BASE}."
+        )
+    if kind == ".lora_B.bias" and f"{module}.bias" not in entry_of:
+        raise BadInput(
+            f"{path} has a bias for {module} (lora_bias), but that linear of {base.path} has none to merge it into. "
+            "Train it again with lora_bias = false.",
+            field="lora_bias",
         )
     fits, size, base_size = _sizes(kind, entry, matrix)
     if fits:
@@ -130,6 +157,11 @@ def _check_tensor(
         f"{path} was trained over another model than {base.path}: its {module} has {size}, but that model's has "
         f"{base_size}. {_BASE}."
     )
+
+
+def _extends(module: str, entry_of: Mapping[str, Entry], *, is_tied: bool) -> bool:
+    """Return whether a module of the base has a weight of its own; a tied head has that of the embedding."""
+    return f"{module}.weight" in entry_of or (is_tied and module.rpartition(".")[2] in head.HEADS)
 
 
 def _parts(name: str) -> tuple[str, str]:

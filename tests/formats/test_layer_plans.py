@@ -81,6 +81,7 @@ def test_every_linear_of_a_block_is_attention_or_mlp_whatever_it_is_called():
     [
         (("mpl",), "'mpl', which matches no linear .*mlp, attention, first:N.* 12 blocks hold q_proj, k_proj"),
         (("-re:.*experts.*",), "matches no linear"),
+        (("re:mlp",), r"from the start of the path: re:\.\*mlp\."),
         (("lm_head",), "matches no linear"),  # it stays in full precision under every scheme
         (("-first:13",), "the model has 12 blocks"),
         (("-first:6", "-last:6"), "leaves none of 84 linears in gptq"),
@@ -107,6 +108,8 @@ def test_terms_that_match_nothing_are_refused_with_what_there_is(qwen2, terms, s
         (("re:",), "without a pattern"),
         (("re:a{1,2}",), "comma"),
         (("down proj",), "a term must be"),
+        (("*.down_proj",), r"not '\*\.down_proj'; as a regular expression it is re:\.\*\\\.down_proj "),
+        (("-layers.[0-3]",), r"it is re:\.\*layers\\\.\[0-3\] "),
     ],
 )
 def test_what_cannot_be_a_term_is_refused_as_the_recipe_is_read(terms, sentence):
@@ -121,6 +124,7 @@ def test_what_cannot_be_a_term_is_refused_as_the_recipe_is_read(terms, sentence)
 def test_a_mapping_is_a_plan_too():
     plan = Quantize(layers={"mlp": "own", "attention": "fp8", "first:2": "full"})
     assert plan.layers == ("mlp", "attention=fp8", "-first:2")
+    assert Quantize(layers=("mlp=own", "attention=fp8", "first:2=full")).layers == plan.layers
 
 
 def test_a_recipe_holds_a_plan_as_a_text_a_list_or_a_mapping(tmp_path):

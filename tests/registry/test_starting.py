@@ -51,6 +51,10 @@ def test_a_stage_becomes_a_version(promoted, address, resolved):
     ("address", "sentence"),
     [
         ("models:/qrl-other@base", r"no registered model 'qrl-other' .*: registered are qrl-tiny\. Give one of them"),
+        *(
+            (f"models:/{rest}", r"expected models:/NAME@STAGE")
+            for rest in (NAME, f"{NAME}/", "", f"{NAME}/base/x", "m-")
+        ),
         (f"models:/{NAME}@bas", "no stage 'bas': expected one of base"),
         (f"models:/{NAME}/9", "no version 9: registered are 1, 2"),
     ],

@@ -287,9 +287,40 @@ def _clock(draw: random.Random) -> Answer:
     if draw.random() < 0.5:
         gold = f"{hour}:{minute:02}"
     stated = spelled(total)
-    forgets_half = "text" in gold and not any(letter in stated.lower() for letter in "ap") and total // 60 <= 12
+    forgets_half = "text" in gold and not any(letter in stated.lower() for letter in "ap") and 1 <= total // 60 <= 12
     is_right = off == 0 or (forgets_half and off == 12 * 60)
     return Answer("math", _boxed(stated), gold, is_right)
+
+
+def _units(draw: random.Random) -> Answer:
+    """A number with its unit in the one or the other spelling, or another number, or a variable for the unit."""
+    value = draw.randrange(2, 999)
+    off = draw.choice((0, 0, 0, 1, 10, -1))
+    size, stated = draw.choice(
+        (
+            (str(value), str(value + off)),
+            (rf"{value}\pi", f"{value + off}π"),
+            (rf"\frac{{{value}}}{{7}}", f"({value + off}/7)"),
+        )
+    )
+    latex, written = draw.choice(
+        (
+            *((r"\text{ cm}^2", spelled) for spelled in (" cm²", "cm^2", " cm^{2}", " square centimeters", "")),
+            *((r"\text{ km/h}", spelled) for spelled in (" km/h", r"\,\mathrm{km/h}", r" \text{km}/\text{h}")),
+            *((r"\text{ m}", spelled) for spelled in (" m", " meters", r"\text{ m}")),
+            *((r"^\circ\text{F}", spelled) for spelled in ("°F", "℉", " degrees Fahrenheit")),
+            *(("", spelled) for spelled in (" kg", " ft³", " dollars", " m/s²", " µm")),
+            *((f" {letter}", f" {letter}") for letter in "xtnabcl"),
+        )
+    )
+    return Answer("math", _boxed(stated + written), size + latex, off == 0)
+
+
+def _variables(draw: random.Random) -> Answer:
+    """A multiple of a variable beside the bare number, which math-verify takes for a number and its unit."""
+    value, letter = draw.randrange(2, 99), draw.choice(("a", "b", "c", "d", "l", "n", "t", "x", "ab", "bc", "m", "h"))
+    is_right = draw.random() < 0.5
+    return Answer("math", _boxed(f"{value}{letter}" if is_right else str(value)), f"{value}{letter}", is_right)
 
 
 def _zero(draw: random.Random) -> Answer:
@@ -311,5 +342,7 @@ KINDS: dict[str, Callable[[random.Random], Answer]] = {
     "arguments": _arguments,
     "repeating decimals": _repeating,
     "clock times": _clock,
+    "units": _units,
+    "variables": _variables,
     "division by zero": _zero,
 }

@@ -23,7 +23,7 @@ DRAFT = "so far 40\n#### 40\nno, the tip is missing"
 @pytest.mark.parametrize(
     ("template", "tail", "pairs", "begun"),
     [
-        ("{{ messages }}", "assistant\n", (("<think>", "</think>"),), False),
+        ("{{ messages }}", "assistant\n", thinking.TAGS.pairs, False),
         ("{{ content.split('</think>')[-1] }}", "assistant\n<think>\n", (("<think>", "</think>"),), True),
         ("{{ content.split('</think>')[-1] }}", "<think>\n\n</think>\n\n", (("<think>", "</think>"),), False),
         ("{{ '[THINK]' + thought + '[/THINK]' }}", "[/INST]", (("[THINK]", "[/THINK]"),), False),
@@ -33,11 +33,46 @@ DRAFT = "so far 40\n#### 40\nno, the tip is missing"
         ("{{ '<|end_of_thought|>' }}", "", (("<|begin_of_thought|>", "<|end_of_thought|>"),), False),
         ("{{ '<|channel>thought\n<channel|>' }}", "", (("<|channel>thought", "<channel|>"),), False),
         ("{{ '<reasoning>' }}", "assistant\n<reasoning>\n", (("<reasoning>", "</reasoning>"),), True),
-        ("{# no [tags] here, </answer> is none #}", "", (("<think>", "</think>"),), False),
+        ("{# no [tags] here, </answer> is none #}", "", thinking.TAGS.pairs, False),
+        ("{{ '<longcat_think>' }}{{ '</longcat_think>' }}", "", (("<longcat_think>", "</longcat_think>"),), False),
+        ("{{ '<|think_end|>' }}", "<|think_start|>", (("<|think_start|>", "<|think_end|>"),), True),
+        (
+            "{{ '<|thought_begin|>' + thought + '<|thought_end|>' }}",
+            "",
+            (("<|thought_begin|>", "<|thought_end|>"),),
+            False,
+        ),
+        (
+            "{{ '<|inner_prefix|>' + thought + '<|inner_suffix|>' }}",
+            "",
+            (("<|inner_prefix|>", "<|inner_suffix|>"),),
+            False,
+        ),
+        (
+            "{{ '<|start|>assistant<|channel|>final<|message|>' + content + '<|return|>' }}",
+            "<|start|>assistant",
+            (("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),),
+            False,
+        ),
     ],
 )
 def test_the_tags_are_those_that_a_template_names(template, tail, pairs, begun):
     assert thinking.of_prompt(template, f"How much? {tail}") == Tags(pairs, begun)
+
+
+def test_tags_of_a_template_are_the_only_ones():
+    tags = thinking.of_prompt("{{ '[THINK]' + thought + '[/THINK]' }}", "[/INST]")
+    assert thinking.answer("<thought>a</thought>b", tags) == "<thought>a</thought>b"
+
+
+def test_the_channels_of_a_turn_survive_a_decoder_that_drops_special_tokens():
+    tags = thinking.of_prompt("<|start|>assistant<|channel|>final<|message|>", "<|start|>assistant")
+    special_tokens = ["<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|return|>", "<|endoftext|>"]
+    raw = "<|channel|>analysis<|message|>40<|end|><|start|>assistant<|channel|>final<|message|>46<|return|>"
+    text = tags.text("analysis40assistantfinal46", raw, special_tokens)
+    assert thinking.answer(text, tags) == "46"
+    assert thinking.answer(tags.text("analysis40", raw[:33], special_tokens), tags) == ""
+    assert thinking.answer("analysis40assistantfinal46") == "46"  # where only the decoded text is left
 
 
 def test_a_solution_ends_the_thinking_that_the_prompt_began():
@@ -66,7 +101,13 @@ def test_a_solution_ends_the_thinking_that_the_prompt_began():
         ("<think>a</think>b<think>c</think>d", False, "d"),
         ("<think>a</think>b<|im_end|>c</think>d", False, "b"),
         ("<think>a</think>", False, ""),
-        ("[THINK]a[/THINK]b", False, "[THINK]a[/THINK]b"),
+        ("[THINK]a[/THINK]b", False, "b"),
+        ("<Thinking>a</Thinking>b", False, "b"),
+        ("a</reasoning>b", True, "b"),
+        ("<answer>a</answer>b", False, "<answer>a</answer>b"),
+        ("<|channel|>analysis<|message|>a", False, ""),
+        ("<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b<|return|>c", False, "b"),
+        ("<|channel|>final<|message|>b<|return|>", False, "<|channel|>final<|message|>b"),
     ],
 )
 def test_an_answer_follows_the_thinking(text, begun, answer):

@@ -69,6 +69,7 @@ TIED = {
     "lora of both, tied": {"targets": BOTH, "ensure_weight_tying": True},
     "a copy of both, tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
     "tokens": {"trainable_token_indices": TOKENS},
+    "ranks by pattern": {"rank_pattern": {"q_proj": 8}, "alpha_pattern": {"down_proj": 32}},
 }
 
 
@@ -82,6 +83,33 @@ def test_an_adapter_merges_exactly_and_the_head_is_stored_apart_only_where_it_mu
     assert checkpoint.config(merged.path)["tie_word_embeddings"] == (case in TIED)
     assert (odd.HEAD in checkpoint.entries(merged.path)) == (case in UNTYING)
     checkpoint.check(merged.path)
+
+
+def test_a_method_with_modules_of_its_own_merges(make, prompts, tmp_path):
+    from peft import OFTConfig
+
+    path = make(own=OFTConfig(r=0, oft_block_size=32, target_modules=LINEARS, task_type="CAUSAL_LM"))
+    merged = merge.run(tiny.PATH, path, tmp_path / "out", prompts, max_kl=1e-9, store_dtype="fp32")
+    assert merged.changes and merged.kl < 1e-9 < merged.update_kl
+
+
+def test_biases_of_lora_merge_only_where_the_base_has_them(make, prompts, tmp_path):
+    from peft import LoraConfig
+
+    def adapter_of(linears):
+        return make(own=LoraConfig(r=4, target_modules=linears, task_type="CAUSAL_LM", lora_bias=True))
+
+    merged = merge.run(tiny.PATH, adapter_of(["q_proj"]), tmp_path / "out", prompts, max_kl=1e-9, store_dtype="fp32")
+    assert merged.changes and merged.kl < 1e-9 < merged.update_kl
+    with pytest.raises(BadInput, match=r"has a bias for .*down_proj \(lora_bias\), but that linear"):
+        adapter.check(adapter_of(LINEARS), checkpoint.check(tiny.PATH))
+
+
+def test_lora_of_a_tied_head_of_which_single_tokens_are_trained_is_refused(make):
+    path = make(targets=["lm_head"], trainable_token_indices=TOKENS)
+    with pytest.raises(BadInput, match="the same matrix, by LoRA: PEFT cannot merge both") as refused:
+        adapter.check(path, checkpoint.check(tiny.PATH))
+    assert refused.value.field == "trainable_token_indices"
 
 
 def test_what_the_head_and_the_embedding_become_is_as_defined(make, prompts, tmp_path):

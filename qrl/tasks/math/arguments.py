@@ -14,11 +14,11 @@ _GOES_ON = re.compile(r"\s+[\d.]")
 _ARGUMENTS = {
     **dict.fromkeys(("frac", "binom", "dbinom", "tbinom"), 2),
     **dict.fromkeys(("sqrt", "vec", "hat", "bar", "dot", "tilde", "overline", "underline", "overrightarrow"), 1),
-    **dict.fromkeys(("widehat", "widetilde", "mathbb", "mathcal", "mathbf", "boldsymbol", "bm"), 1),
+    **dict.fromkeys(("widehat", "widetilde", "mathbb", "mathcal", "mathbf", "boldsymbol", "bm", "pmod"), 1),
 }
 _WORDS = {"text", "mbox", "textbf", "textrm", "textit", "textnormal", "textsf", "mathrm", "operatorname"}  # in words
 _FUNCTION = re.compile(
-    r"(?<![A-Za-z])(log|ln|lg|exp|(?:arc)?(?:sin|cos|tan)h?|cot|csc)(?=\s*(?:[\d_({\\^|]|[A-Za-z](?![A-Za-z])|$))"
+    r"(?<![A-Za-z])(log|ln|lg|exp|(?:arc)?(?:sin|cos|tan)h?|cot|sec|csc)(?=\s*(?:[\d_({\\^|]|[A-Za-z](?![A-Za-z])|$))"
 )
 _DEEPEST = 40  # groups within groups; what lies deeper stays as it is
 

@@ -6,7 +6,7 @@ Time is linear in a completion's length; only short texts, the content of one bo
 import re
 from fractions import Fraction
 
-from qrl.tasks.math import arguments, signs, values
+from qrl.tasks.math import arguments, signs, units, values
 
 LONGEST_ANSWER = 1000  # characters in a box, and of a text to normalize; a longer content is not an answer
 
@@ -17,7 +17,11 @@ _FIRST_RULES = [  # pattern → spelling, in this order
     (r"\\(?:negthinspace|negmedspace|negthickspace|limits|nolimits)(?![A-Za-z])", ""),
     (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
     (r"\\(?:mbox|textbf|textrm|textit|textnormal|textsf)\s*\{", r"\\text{"),
-    (r"\{,\}", ","),
+    (r"\{([,:])\}|\\math(?:punct|ord|bin|rel)\{:\}", lambda match: match[1] or ":"),
+    (r"(?<=\d) ?\\colon ?(?=\d)", ":"),
+    (r"\\\\ ?\[[\d.]+ ?(?:pt|ex|em|mm|cm)\]", r"\\\\"),  # the distance between two rows of a matrix
+    (r"\\(?:text|mathrm)\{ ?([€£¥₹]|USD|EUR|GBP|INR) ?\}", r"\1 "),
+    (r"\\degree(?![A-Za-z])", r"^\\circ "),
     (r"\\(?:hspace|hskip|mspace)\*? ?\{[^{}]*\}|\\(?:thin|med|thick|en)space(?![A-Za-z])", " "),
     (r"(?<!\\)\\(?:[,;: >]|q?quad(?![A-Za-z]))|~|\s", " "),
 ]
@@ -26,7 +30,21 @@ _LAST_RULES = [
     (r"\^ ?\{? ?((?:\\prime(?![A-Za-z]) ?)+)\}?", lambda match: "'" * match[1].count("p")),
     (r"\\varnothing(?![A-Za-z])", r"\\emptyset"),
     (r"\\var(epsilon|theta|rho|phi|kappa)(?![A-Za-z])", r"\\\1"),
-    (r"\\?\$", ""),
+    (r"(?:(?<![A-Za-z])(?:US|CA|AU|HK))?\\?\$|[€£¥₹₩¢]|\\(?:pounds|euro|yen|textdollar|texteuro)(?![A-Za-z])", ""),
+    (r"(?<![A-Za-z])(?:USD|EUR|GBP|INR|Rs\.?) ?(?=\d)", ""),
+    (r"(?<!\\)%", r"\\%"),
+    (r" ?(\\[{}]) ?", r"\1"),
+    (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
+    (r"(\d+!)\^", r"(\1)^"),  # math-verify does not read `13!^4`
+    (  # math-verify reads `\sin x/(1+y)` as the sine of a fraction
+        r"(?<![A-Za-z\\])(\\(?:sin|cos|tan|cot|sec|csc|ln|log)(?:\^\{?\d\}?)? ?(?:\\[a-z]+|[a-z]|\d+)) ?/(?=[(\\])",
+        r"(\1)/",
+    ),
+    (r"\\(?:Long)?rightarrow(?![A-Za-z])", r"\\to"),
+    (r"\\(?:implies|Longrightarrow)(?![A-Za-z])", r"\\Rightarrow"),
+    (r"\\(wedge|vee|lnot)(?![A-Za-z])", lambda match: {"wedge": r"\land", "vee": r"\lor", "lnot": r"\neg"}[match[1]]),
+    (r"\((?:\\(?:b?mod|text\{ ?mod ?\})|mod) ?([^()]+)\)", r"\\pmod{\1}"),
+    (r"(?<![\w.)}/^])(\d+)/(\d+) (?=[A-Za-z\\(])", r"\\frac{\1}{\2} "),  # `4/3 \pi`; math-verify reads 4/(3\pi)
     (r"\\langle(?![A-Za-z])|\\lparen(?![A-Za-z])", "("),
     (r"\\rangle(?![A-Za-z])|\\rparen(?![A-Za-z])", ")"),
     (r"\\(?:lbrace)(?![A-Za-z])", r"\\{"),
@@ -38,6 +56,8 @@ _LAST_RULES = [
         r"(\\log ?_(?:\{[^{}]*\}|\w)) ?([0-9]+(?:\.[0-9]+)?)(?=$|[-+=,;)\]}|&]| ?\\(?:cdot|times)(?![A-Za-z]))",
         r"\1{\2}",
     ),
+    (r"\.(\d+?)\1+ ?(?:\.{3}|\\[lc]?dots(?![A-Za-z]))", r".\\overline{\1}"),  # 0.3636...
+    (r"\.(\d+?)(\d+?)\2\2+ ?(?:\.{3}|\\[lc]?dots(?![A-Za-z]))", r".\1\\overline{\2}"),  # 0.58333...
     (r" +", " "),
     (r" ?([^\w\s\\{}]) ?", r"\1"),
 ]
@@ -45,7 +65,7 @@ _FIRST_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in _FI
 _LAST_SPELLINGS = [(re.compile(pattern), spelling) for pattern, spelling in _LAST_RULES]
 _NESTED = re.compile(r"\\(?:boxed|fbox) ?\{(.*)\}")
 
-_HAS_ARGUMENTS = re.compile(r"[\\^_{]|log|ln|lg|exp|sin|cos|tan|cot|csc")
+_HAS_ARGUMENTS = re.compile(r"[\\^_{]|log|ln|lg|exp|sin|cos|tan|cot|sec|csc")
 
 _DECIMAL = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _GROUPED = re.compile(r"[-+]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
@@ -62,6 +82,11 @@ _RETRACTS = re.compile(
     r"not?|never|isn't|is|are|was|wrong|incorrect|false|neither|nor|unknown|maybe|perhaps|plus|minus|times|half|twice"
     r"|double|triple|less|dozens?|squared|cubed|(?:hundred|thousand|[mb]illion|trillion|lakh|crore)s?"
 )
+
+_PERCENTAGE = re.compile(r"[^,;%]+\\%")
+_SPACE_OF_TEX = re.compile(r"(\\[A-Za-z]+) (?![A-Za-z])| (?=\\[A-Za-z])")  # beside a command, which needs none
+_VECTOR = re.compile(r"\\(?:vec|mathbf|overrightarrow|boldsymbol)(?![A-Za-z]).*\\(?:cdot|times)(?![A-Za-z])")
+_ONE_SIGN = re.compile(r"([_^])\{(\w|[-+*])\}")
 
 _SUCH_THAT = re.compile(r":|\\(?:mid|colon|vert)(?![A-Za-z])|\|")  # math-verify equates `\{x:x\}` with 1 and \infty
 _EITHER_SIGN = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
@@ -118,6 +143,9 @@ def same(gold: str, stated: str) -> bool | None:
     plainly = _same_plainly(gold, stated)
     if plainly is not None:
         return plainly
+    bare_gold, bare_stated = without_units(gold, stated)
+    if (bare_gold, bare_stated) != (gold, stated):
+        return same(bare_gold, bare_stated)
     if _adds_or_retracts(gold, stated) or not _comparable(gold, stated):
         return False
 
@@ -128,6 +156,14 @@ def same(gold: str, stated: str) -> bool | None:
     if False in verdicts:
         return False
     return None if None in verdicts else True
+
+
+def without_units(gold: str, stated: str) -> tuple[str, str]:
+    r"""Return two normal answers without units that do not matter, and without a `\%` that both have."""
+    gold, stated = units.dropped(gold, stated)
+    if _PERCENTAGE.fullmatch(gold) and _PERCENTAGE.fullmatch(stated):
+        return gold[:-2], stated[:-2]
+    return gold, stated
 
 
 def claims(gold: str, stated: str) -> list[str]:
@@ -141,7 +177,7 @@ def claims(gold: str, stated: str) -> list[str]:
 
 def _same_plainly(gold: str, stated: str) -> bool | None:
     """Return whether two answers are equal if they are the same text, or numbers or words; None for others."""
-    if gold == stated:
+    if gold == stated or _tight(gold) == _tight(stated):
         return True
     gold_number = _number(gold)
     stated_number = _number(stated)
@@ -158,6 +194,12 @@ def _same_plainly(gold: str, stated: str) -> bool | None:
     return words == _squeezed(stated) if words else None
 
 
+def _tight(text: str) -> str:
+    """Return an answer without spaces and braces that TeX ignores, but for those between digits or letters."""
+    text = text.replace(r"\mid ", "|").replace(r"\mid", "|")
+    return _ONE_SIGN.sub(r"\1\2", _SPACE_OF_TEX.sub(r"\1", text))
+
+
 def _same_value(gold: str, stated: str) -> bool | None:
     """Return whether two answers are the same time, or numbers of which one is a repeating decimal or an angle.
 
@@ -165,6 +207,8 @@ def _same_value(gold: str, stated: str) -> bool | None:
     """
     gold_time = values.clock_time(gold)
     stated_time = values.clock_time(stated)
+    if gold_time and gold_time.has_half and not stated_time:  # `5` for `5 p.m.`, as a unit may be left out
+        stated_time = values.whole_hour(stated)
     if gold_time and stated_time:
         return gold_time.accepts(stated_time)
     if (gold_time and gold_time.has_half) or (stated_time and stated_time.has_half):
@@ -210,13 +254,20 @@ def _repeats(text: str) -> bool:
 
 def _comparable(gold: str, stated: str) -> bool:
     """Return whether math-verify can compare them; it misreads adjacent numbers, which are neither sum nor product."""
-    if _SIDE_BY_SIDE.search(stated) or _SIDE_BY_SIDE.search(gold):
+    if _SIDE_BY_SIDE.search(stated) or _SIDE_BY_SIDE.search(gold) or units.end_in_another_variable(gold, stated):
+        return False
+    if _VECTOR.search(gold) and _products(gold) != _products(stated):
         return False
     if not _same_case(gold, stated) or _primed(gold) != _primed(stated):
         return False
     gold_brackets = _brackets(gold)
     stated_brackets = _brackets(stated)
     return gold_brackets is None or stated_brackets is None or gold_brackets == stated_brackets
+
+
+def _products(text: str) -> tuple[int, int]:
+    """Return how many dot and cross products a formula of vectors has; math-verify takes both for multiplication."""
+    return text.count(r"\cdot"), text.count(r"\times")
 
 
 def _number(text: str) -> Fraction | None:

@@ -22,13 +22,38 @@ _SIGNS = str.maketrans(
     | {"\u222a": r"\cup ", "\u2229": r"\cap ", "\u2208": r"\in ", "\u2209": r"\notin ", "\u2216": r"\setminus "}
     | {"\u2282": r"\subset ", "\u2286": r"\subseteq ", "\u2205": r"\emptyset ", "\u2300": r"\emptyset "}
     | {"\u2220": r"\angle ", "\u25b3": r"\triangle ", "\u2211": r"\sum ", "\u222b": r"\int ", "\u2202": r"\partial "}
-    | {"\u2026": r"\ldots ", "\u22ef": r"\cdots ", "\u2225": r"\|", "\u2016": r"\|"}
+    | {
+        "\u2026": r"\ldots ",
+        "\u22ef": r"\cdots ",
+        "\u2225": r"\|",
+        "\u2016": r"\|",
+        "\u2113": r"\ell ",
+        "\u210f": r"\hbar ",
+    }
+    | {
+        "\u21d2": r"\Rightarrow ",
+        "\u27f9": r"\Rightarrow ",
+        "\u21d4": r"\iff ",
+        "\u27fa": r"\iff ",
+        "\u22a5": r"\perp ",
+    }
+    | {"\u2227": r"\land ", "\u2228": r"\lor ", "\u00ac": r"\neg ", "\u2200": r"\forall ", "\u2203": r"\exists "}
+    | {"\u220f": r"\prod ", "\u222e": r"\oint ", "\u2295": r"\oplus ", "\u2297": r"\otimes ", "\u2224": r"\nmid "}
+    | {"\u21a6": r"\mapsto ", "\u2190": r"\leftarrow ", "\u2194": r"\leftrightarrow ", "\u21d0": r"\Leftarrow "}
+    | {"\u2191": r"\uparrow ", "\u2193": r"\downarrow ", "\u226a": r"\ll ", "\u226b": r"\gg ", "\u221d": r"\propto "}
+    | {"\u2283": r"\supset ", "\u2287": r"\supseteq ", "\u228a": r"\subsetneq ", "\u2284": r"\not\subset "}
+    | {"\u223c": r"\sim ", "\u2243": r"\simeq ", "\u2218": r"\circ ", "\u25e6": r"\circ ", "\u2204": r"\nexists "}
+    | {"\u22c2": r"\bigcap ", "\u22c3": r"\bigcup ", "\u2235": r"\because ", "\u2135": r"\aleph "}
+    | {"\u211c": r"\Re ", "\u2111": r"\Im ", "\u2715": r"\times ", "\u2a2f": r"\times "}
+    | {"\u2207": r"\nabla ", "\u2234": r"\therefore ", "\u27c2": r"\perp ", "\u2266": r"\le ", "\u2267": r"\ge "}
     | {"\u230a": r"\lfloor ", "\u230b": r"\rfloor ", "\u2308": r"\lceil ", "\u2309": r"\rceil "}
     | dict.fromkeys("\u27e8\u2329\u3008", "(")
     | dict.fromkeys("\u27e9\u232a\u3009", ")")
     | {char: rf"\mathbb{{{letter}}}" for char, letter in zip("\u2115\u2124\u211a\u211d\u2102", "NZQRC", strict=True)}
     | {"\u3001": ",", "\u3002": ".", "\uff05": r"\%", "\uff04": r"\$", "\uff5b": r"\{", "\uff5d": r"\}"}
 )
+_SECONDS = re.compile(r"(?<=\d)\s?\u201d")  # 20”
+_PARALLEL = re.compile("[^\u2225]+\u2225[^\u2225]+")  # `AB ∥ CD`; two signs are a norm
 _DEGREE_RING = re.compile(r"(?<=\d)\s?[\u2218\u1d52]|\^\s?\u2218")  # `90∘` and `90ᵒ`; elsewhere `f∘g` composes
 
 _GREEK = re.compile("[\u00b5\u0370-\u03ff]")
@@ -42,9 +67,13 @@ _GREEK_COMMANDS = {
 _VINCULUM = "\u0304\u0305"  # combining macron and overline: a bar over the character before them
 _ROOT_BAR = re.compile(rf"([\u221a-\u221c])((?:[^\s{_VINCULUM}][{_VINCULUM}])+)")
 _REPEATING = re.compile(rf"(?:[0-9][{_VINCULUM}])+")
+_ACCENTS = {"\u0302": "hat", "\u0303": "tilde", "\u0304": "bar", "\u0305": "overline", "\u0307": "dot", "\u20d7": "vec"}
+_ACCENTED = re.compile("|".join(f"(?:[^\\W_]{mark})+" for mark in _ACCENTS))
+_LONE_LETTER = re.compile(r"(?<![^\W\d_])[^\W\d_](?![^\W\d_])")
 _BARS = str.maketrans("", "", _VINCULUM)
 _SLASHED_SCRIPTS = re.compile(r"\^\{(\d+)\}/_\{(\d+)\}")  # ¹⁄₂
 _MIXED = re.compile(r"(?<![0-9.,^_])([0-9]{1,18}) ?\\frac\{([0-9]{1,18})\}\{([0-9]{1,18})\}")  # 1½, also in `1½x`
+_POWER_OF_UNIT = re.compile(r"(?<=m)([23])\Z")  # ㎠
 _POWER_OF_POWER = re.compile(r"\^(\w)\^(\{[^{}]*\})")  # e^x²
 
 _ROOT = re.compile(r"(?:(?<![\w)}\]'])\^\{(\w+)\})?([\u221a-\u221c])\s*")
@@ -59,9 +88,16 @@ def as_latex(text: str) -> str:
     """Return an answer with Unicode's mathematical signs written as LaTeX; other characters stay."""
     if text.isascii():
         return text
+    if text.strip() == "\u00d8":  # Ø, which also begins names
+        return r"\emptyset"
     text = "".join(char for char in text if unicodedata.category(char) != "Cf")  # invisible ones
+    text = _LONE_LETTER.sub(lambda match: unicodedata.normalize("NFD", match[0]), text)  # `î`, but not in a name
+    text = _SECONDS.sub("''", text)
+    if _PARALLEL.fullmatch(text):
+        text = text.replace("\u2225", r"\parallel ")
     text = _ROOT_BAR.sub(lambda match: f"{match[1]}({match[2].translate(_BARS)})", text)
     text = _REPEATING.sub(lambda match: rf"\overline{{{match[0].translate(_BARS)}}}", text)
+    text = _ACCENTED.sub(lambda match: rf"\{_ACCENTS[match[0][1]]}{{{match[0][::2]}}}", text)
     text = _DEGREE_RING.sub(r"^\\circ ", text).translate(_SIGNS)
     text = "".join(_decomposed(kind, "".join(chars)) for kind, chars in groupby(text, _kind))
     text = _GREEK.sub(lambda match: _greek(match[0]), text)
@@ -73,18 +109,22 @@ def as_latex(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _kind(char: str) -> str:
-    """Return how Unicode derives a character from others: "super", "sub", "fraction", "wide", "font"; "" for others."""
+    """Return how Unicode derives a character from others: "super", "sub", "fraction", "square"…; "" for others."""
     tag, mark, _ = unicodedata.decomposition(char).partition(">")
     return tag[1:] if mark else ""
 
 
 def _decomposed(kind: str, run: str) -> str:
     """Return a run of characters of one kind in plain ones."""
-    if kind not in ("super", "sub", "fraction", "wide", "narrow", "font"):
+    if kind not in ("super", "sub", "fraction", "wide", "narrow", "small", "font", "compat", "square", "circle"):
         return run
+    if kind == "square":  # units and functions: ㎠, ㏑
+        return "".join(_POWER_OF_UNIT.sub(r"^\1", unicodedata.normalize("NFKC", char)) for char in run)
     if kind == "fraction":
         return "".join(_fraction(char) for char in run)
     plain = unicodedata.normalize("NFKC", run).translate(_SIGNS)
+    if kind == "small":  # ﹛ is written, { is not
+        plain = re.sub(r"[{}%$]", r"\\\g<0>", plain)
     if kind == "super":
         return f"^{{{plain}}}"
     return f"_{{{plain}}}" if kind == "sub" else plain

@@ -10,17 +10,28 @@ from fractions import Fraction
 
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|mathit)\{([^{}]*)\}")
 _CLOCK = re.compile(r"([0-9]{1,2})(?::([0-9][0-9]))?(?::([0-9][0-9]))?(am|pm|noon|midnight)?")
-_MAY_BE_TIME = re.compile(r"[0-9]:[0-9][0-9]|[aApP]\.?\s?[mM]|noon|midnight")
-_NAMED_TIMES = {"noon": "12:00pm", "midnight": "12:00am"}
+_MAY_BE_TIME = re.compile(r"[0-9]:[0-9][0-9]|[aApP]\.?\s?[mM]|noon|midnight|o'clock|in the |at night")
+_NAMED_TIMES = {"noon": "12:00pm", "midnight": "12:00am", "24:00": "0:00"}
+_SPELLINGS = [  # of parts of a time, before spaces and full stops are dropped
+    (re.compile(r"(?<=[0-9])\.(?=[0-9]{2} ?[ap]\.? ?m)"), ":"),  # 3.30 p.m.
+    (re.compile(r"o'clock"), ":00"),
+    (re.compile(r"in the morning"), "am"),
+    (re.compile(r"(?:in the (?:afternoon|evening)|at night)"), "pm"),
+    (re.compile(r"\Aat "), ""),
+]
+_HOUR = re.compile(r"[1-9]|1[0-2]")
 _HALF_DAY_S = 12 * 3600
 
 _RATIO = re.compile(r"([-+]?)(?:\\frac\{([-+]?[0-9]+)\}\{([-+]?[0-9]+)\}|([0-9]+)/([0-9]+))")
 _INTEGER = re.compile(r"[-+]?[0-9]+")
-_REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\(?:overline|bar|dot)\{([0-9]+)\}(?:([0-9]*)\\dot\{([0-9])\})?(?![0-9])")
+_REPEATING = re.compile(
+    r"([0-9]*)\.([0-9]*)(?:\\(?:overline|bar|dot)\{([0-9]+)\}(?:([0-9]*)\\dot\{([0-9])\})?|\(([0-9]+)\)\Z)(?![0-9])"
+)
 _ANGLE = re.compile(  # degrees, minutes, seconds
     r"([0-9]+)\^\\circ ?(?:([0-9]+(?:\.[0-9]+)?) ?'(?!'))(?: ?([0-9]+(?:\.[0-9]+)?) ?(?:''|\"))?"
 )
-_MAY_BE_EXACT = re.compile(r"\.[0-9]*\\(?:overline|bar|dot)|[0-9]\^\\circ ?[0-9]")
+_RATIO_OF_PARTS = re.compile(r"[^:,=<>()\[\]]+(?::[^:,=<>()\[\]]+){2,}")
+_MAY_BE_EXACT = re.compile(r"\.[0-9]*(?:\\(?:overline|bar|dot)|\([0-9]+\)\Z)|[0-9]\^\\circ ?[0-9]")
 _DEGREES = re.compile(r" ?\^\\circ ?\Z")
 
 
@@ -33,7 +44,8 @@ class Time:
 
     def accepts(self, stated: "Time") -> bool:
         """Return whether a stated time is this one, which may have lost its a.m. or p.m., but has no wrong one."""
-        if self.has_half and not stated.has_half and stated.seconds < _HALF_DAY_S + 3600:
+        may_lack_half = 3600 <= stated.seconds < _HALF_DAY_S + 3600  # 0:30 and 13:00 are hours of the 24-hour clock
+        if self.has_half and not stated.has_half and may_lack_half:
             return self.seconds % _HALF_DAY_S == stated.seconds % _HALF_DAY_S
         return self.seconds == stated.seconds
 
@@ -42,7 +54,10 @@ def clock_time(text: str) -> Time | None:
     r"""Return the time of a text such as `11:00`, `23:30` or `11:00\text{ a.m.}`; None for others."""
     if not _MAY_BE_TIME.search(text):
         return None
-    plain = re.sub(r"[\s.~()]", "", _WRAPPED.sub(r"\1", text)).lower()
+    plain = _WRAPPED.sub(r"\1", text).lower().strip()
+    for pattern, spelling in _SPELLINGS:
+        plain = pattern.sub(spelling, plain)
+    plain = re.sub(r"[\s.~()]", "", plain)
     plain = _NAMED_TIMES.get(plain, plain)
     match = _CLOCK.fullmatch(plain)
     if match is None or not (match[2] or match[4]):
@@ -55,6 +70,11 @@ def clock_time(text: str) -> Time | None:
     if half:
         hour = hour % 12 + (12 if half == "pm" else 0)
     return Time(hour * 3600 + minute * 60 + second, bool(half))
+
+
+def whole_hour(text: str) -> Time | None:
+    """Return the time of a bare number of hours, 1 to 12; None for others."""
+    return Time(int(text) * 3600, has_half=False) if _HOUR.fullmatch(text) else None
 
 
 def is_exact_decimal(text: str) -> bool:
@@ -93,7 +113,14 @@ def exact_value(text: str) -> Fraction | None:
 
 
 def as_fractions(text: str) -> str:
-    r"""Return a formula with its repeating decimals, degrees and minutes as `\frac{…}{…}`, which algebra can read."""
+    r"""Return a formula with its repeating decimals, degrees and minutes as `\frac{…}{…}`, which algebra can read.
+
+    A ratio of three or more parts, `3:4:5`, becomes a point: the ratios to its first part.
+    """
+    if _RATIO_OF_PARTS.fullmatch(text):
+        first, *others = text.split(":")
+        ratios = [rf"\frac{{{part}}}{{{first}}}" for part in others]
+        return f"({','.join(ratios)})"
     if not is_exact_decimal(text):
         return text
     text = _ANGLE.sub(lambda match: _written(_degrees(match)), text)
@@ -106,7 +133,7 @@ def _written(value: Fraction) -> str:
 
 def _repeating_value(match: re.Match) -> Fraction:
     r"""Return the value of `0.1\overline{6}`, or of `0.\dot{1}4\dot{2}`, where the two dots enclose what repeats."""
-    integer, before, period = match.group(1, 2, 3)
+    integer, before, period = match[1], match[2], match[3] or match[6]
     if match[5]:
         period += match[4] + match[5]
     nines = 10 ** len(period) - 1

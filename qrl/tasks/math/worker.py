@@ -8,6 +8,7 @@ CPU time, not wall time, so that a busy machine reaches the same verdicts as an 
 import gc
 import logging
 import math
+import re
 import resource
 import signal
 import warnings
@@ -15,16 +16,17 @@ import warnings
 from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
 from math_verify import grader, parse, verify
 from math_verify.parser import parse_latex_cached
-from sympy import Basic, Derivative, Float, MatrixBase, Rational, log, nan, zoo
+from sympy import Basic, Derivative, Eq, Float, I, MatrixBase, Rational, Unequality, log, nan, zoo
 from sympy.concrete.expr_with_limits import ExprWithLimits
 from sympy.core import random as sympy_random
 
 from qrl.errors import first_line
-from qrl.tasks.math import latex, values
+from qrl.tasks.math import latex, units, values
 from qrl.tasks.math.verdict import Claim, verdict
 from qrl.tasks.question import Verdict
 
 PLACES = 6  # significant digits, or decimal places, to which a decimal may approximate an exact number
+_EITHER_SIGN = re.compile(r"\\pm(?![A-Za-z]) ?")
 _DIGITS = 1000  # to which two exact numbers are compared, at most
 _NORMAL = NormalizationConfig(
     basic_latex=True, units=True, malformed_operators=True, nits=True, boxed="last", equations=False
@@ -53,6 +55,7 @@ def same(gold: str, stated: str) -> bool:
     by_text = latex.same(gold, stated)
     if by_text is not None:
         return by_text
+    gold, stated = latex.without_units(gold, stated)
     expected = _read(gold)
     if expected is None:
         return False
@@ -68,11 +71,29 @@ def last_expression(text: str) -> str | None:
 def _equal(expected: Basic, stated: Basic | None) -> bool:
     if stated is None or expected.has(zoo, nan) or stated.has(zoo, nan):  # divided by zero
         return False
-    places = _places(expected)
+    if isinstance(expected, Unequality) or isinstance(stated, Unequality):  # math-verify fails on x ≠ 3
+        both = isinstance(expected, Unequality) and isinstance(stated, Unequality)
+        return both and _equal(Eq(*expected.args), Eq(*stated.args))
+    if _verified(expected, stated):
+        return True
+    with_unit = _with_imaginary_unit(expected), _with_imaginary_unit(stated)
+    return with_unit != (expected, stated) and _verified(*with_unit)
+
+
+def _verified(expected: Basic, stated: Basic) -> bool:
     try:
+        places = _places(expected)
         return verify([expected], [stated], float_rounding=places, timeout_seconds=None, raise_on_error=True)
     except ZeroDivisionError:
         return False
+
+
+def _with_imaginary_unit(expression: Basic) -> Basic:
+    """Return an expression with the imaginary unit for each letter i, which math-verify reads as one of two symbols."""
+    if expression.has(ExprWithLimits):  # where i may count the terms of a sum
+        return expression
+    letters = {symbol: I for symbol in expression.free_symbols if str(symbol) == "i"}
+    return expression.xreplace(letters) if letters else expression
 
 
 _numerically_equal_in_library = grader.sympy_numeric_eq
@@ -154,7 +175,16 @@ def _grade_one(claim: Claim, cpu_s: float) -> Verdict:
 
 def _read(answer: str) -> Basic | None:
     """Return an answer's expression; None if it cannot be read as one, but raise where memory or stack ran out."""
-    content = normalize_latex(f"\\boxed{{{values.as_fractions(answer)}}}", config=_NORMAL)
+    expression = _parsed(answer)
+    if (
+        expression is None and len(_EITHER_SIGN.findall(answer)) == 1
+    ):  # math-verify reads `1\pm x`, but not `(1\pm x)/2`
+        return _parsed(",".join(_EITHER_SIGN.sub(sign, answer) for sign in "+-"))
+    return expression
+
+
+def _parsed(answer: str) -> Basic | None:
+    content = normalize_latex(f"\\boxed{{{values.as_fractions(units.with_product(answer))}}}", config=_NORMAL)
     try:
         return parse_latex_cached(content)
     except (MemoryError, RecursionError):
@@ -169,7 +199,7 @@ def _places(gold: Basic) -> int:
         size = abs(float(gold))
     except Exception:  # an expression with symbols, a set, a matrix
         return PLACES
-    if size == 0 and gold != 0:  # below the smallest float
+    if size == 0 and gold.doit() != 0:  # below the smallest float
         size = abs(gold.evalf(PLACES))
         return PLACES + int(-log(size, 10).evalf(PLACES * 2))
     if not 0 < size < 1:
