@@ -25,10 +25,12 @@ GPTQ_INT3 = "gptq-int3"  # schemes of their own, so that one study can have seve
 GPTQ_INT2 = "gptq-int2"
 FP8 = "fp8"
 FP8_BLOCK = "fp8-block"
+FP8_STATIC = "fp8-static"  # as fp8, with one calibrated scale for all activations of a linear
 NVFP4A16 = "nvfp4a16"
 NVFP4 = "nvfp4"
 W8A16 = "w8a16"
 W8A8 = "w8a8"
+W8A8_STATIC = "w8a8-static"  # likewise
 MXFP4A16 = "mxfp4a16"
 MXFP8 = "mxfp8"
 W4AFP8 = "w4afp8"
@@ -37,10 +39,14 @@ SPINQUANT = "spinquant"
 BITSANDBYTES = (NF4, INT8)
 COMPRESSED = (  # by llm-compressor
     *(AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4, W8A16, W8A8, MXFP4A16, GPTQ_INT3, GPTQ_INT2),
-    *(MXFP8, FP8_BLOCK, W4AFP8, AUTOROUND, SPINQUANT),
+    *(MXFP8, FP8_BLOCK, W4AFP8, AUTOROUND, SPINQUANT, FP8_STATIC, W8A8_STATIC),
 )
 ROUNDED_PREFIX = "rtn-"  # round-to-nearest without a search, in a format of train.qat
-FORMATS = ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4", "int3", "int2")  # of train.qat
+FORMATS = (  # of train.qat
+    *("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4", "int3", "int2"),
+    *("fp8-static", "int8-a8-static"),
+)
+CALIBRATED_FORMATS = ("nvfp4-a4", "fp8-static", "int8-a8-static")  # that scale activations by calibrated numbers
 GROUPED_FORMATS = ("int4", "int3", "int2")  # formats in which the recipe chooses how many inputs share a scale
 ROUNDED = tuple(f"{ROUNDED_PREFIX}{name}" for name in (*FORMATS, "file"))
 RTN_FILE = ROUNDED[-1]  # in the format of a file, quantize.format

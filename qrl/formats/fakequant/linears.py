@@ -102,7 +102,12 @@ def needs_calibration(name: str) -> bool:
 def is_calibrated(scheme: QuantizationScheme) -> bool:
     """Return whether a scheme scales activations by something that has to be calibrated on texts."""
     args = scheme.input_activations
-    return args is not None and args.dynamic == "local"
+    return args is not None and args.dynamic in (False, "local")
+
+
+def stored_scale(scheme: QuantizationScheme) -> str:
+    """Return the name under which compressed-tensors stores the calibrated scale of a linear's inputs."""
+    return "input_global_scale" if scheme.input_activations.dynamic == "local" else "input_scale"
 
 
 def write_activation_scales(folder: Path, scales: dict[str, float]) -> None:
