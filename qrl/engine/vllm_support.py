@@ -62,6 +62,21 @@ def emulation_options(path: Path, device: str) -> dict[str, str]:
     return {}
 
 
+def cache_options(path: Path, *, kv_fp8: bool) -> dict[str, Any]:
+    """Return vLLM's options for the key-value cache of a checkpoint: in FP8, or as wide as activations.
+
+    vLLM reads scales of keys and values from the checkpoint where it has any, and takes them for a wish of an FP8
+    cache. A cell without FP8 cache of the same checkpoint therefore gets its config.json without them.
+    """
+    if kv_fp8:
+        return {"kv_cache_dtype": "fp8"}
+    options: dict[str, Any] = {"kv_cache_dtype": "auto"}
+    quantization = checkpoint.config(path).get("quantization_config")
+    if kind.has_kv_scales(quantization):
+        options["hf_overrides"] = {"quantization_config": quantization | {"kv_cache_scheme": None}}
+    return options
+
+
 def describe_departure(path: Path, kernels: Iterable[str]) -> str:
     """Describe how kernels depart from a checkpoint's format; empty if they do not."""
     rounded_to = _rounded(path)
