@@ -216,4 +216,8 @@ def _missing_cpu_kernel(group: dict) -> str:
         return "FP8 in blocks on a CPU without AMX"
     if _is_w4afp8(group):
         return "4-bit integers with FP8 activations on a CPU"
+    activations = group.get("input_activations") or {}
+    is_static = activations.get("dynamic") is False
+    if is_static and activations.get("type") == "float" and group["weights"].get("strategy") != "tensor":
+        return "FP8 activations under one stored scale, with FP8 weights scaled by row, on a CPU"
     return _CPU_LACKS.get(group["format"][:5], "")
