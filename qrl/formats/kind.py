@@ -54,6 +54,11 @@ def activation_scales(quantization: Mapping[str, Any]) -> str:
     return "; ".join(dict.fromkeys(kinds))
 
 
+def kv_scales(quantization: Mapping[str, Any]) -> str:
+    """Return which scales of keys and values a `quantization_config` stores, for people: `static, per layer`, or none."""
+    return "static, per layer" if has_kv_scales(quantization) else ""
+
+
 def has_kv_scales(quantization: Mapping[str, Any] | None) -> bool:
     """Return whether a checkpoint stores scales of keys and values, by its `quantization_config`, if it has one."""
     return bool((quantization or {}).get("kv_cache_scheme"))
