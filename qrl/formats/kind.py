@@ -55,7 +55,7 @@ def activation_scales(quantization: Mapping[str, Any]) -> str:
 
 
 def kv_scales(quantization: Mapping[str, Any]) -> str:
-    """Return which scales of keys and values a `quantization_config` stores, for people: `static, per layer`, or none."""
+    """Return which scales of keys and values a `quantization_config` stores: `static, per layer`, or nothing."""
     return "static, per layer" if has_kv_scales(quantization) else ""
 
 

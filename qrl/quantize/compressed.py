@@ -2,9 +2,10 @@
 
 Schemes that round weights only need no forward pass. AWQ, GPTQ, AutoRound and ranges of activations, keys and values
 need calibration texts; on a CPU that pass runs in float32 (bfloat16 took ten times as long where the CPU has no units
-for it), and the result is stored in the source's own dtype. A range is the largest value of all texts. Source: GPTQ: Frantar et al. (arXiv 2210.17323). AWQ: Lin et
-al. (arXiv 2306.00978). AutoRound: Cheng et al. (arXiv 2309.05516). SpinQuant: Liu et al. (arXiv 2405.16406), with fixed
-Hadamard rotations instead of learned ones. Others: the presets of compressed-tensors.
+for it), and the result is stored in the source's own dtype. A range is the largest value of all texts. Source: GPTQ:
+Frantar et al. (arXiv 2210.17323). AWQ: Lin et al. (arXiv 2306.00978). AutoRound: Cheng et al. (arXiv 2309.05516).
+SpinQuant: Liu et al. (arXiv 2405.16406), with fixed Hadamard rotations instead of learned ones. Others: the presets of
+compressed-tensors.
 
 `quantize` loads the model, has llm-compressor's `oneshot` apply a list of modifiers (`_recipe`), and saves it. A new
 scheme of llm-compressor's is an entry in `_PRESETS`, or a modifier in `_recipe`.

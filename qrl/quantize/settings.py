@@ -214,10 +214,11 @@ def unheeded(
         BadInput: none of the schemes uses a setting.
     """
     warnings = []
-    for name, users in CHOICES.items():
+    choices = dict(CHOICES)
+    if recipe.kv_cache != Quantize.model_fields["kv_cache"].default:  # its scales come from the same texts
+        choices["calibration"] = tuple(dict.fromkeys((*CALIBRATED, *KV_SCALED)))
+    for name, users in choices.items():
         value, key = getattr(recipe, name), f"quantize.{name}"
-        if name == "calibration" and recipe.kv_cache != Quantize.model_fields["kv_cache"].default:
-            users = tuple(dict.fromkeys((*users, *KV_SCALED)))
         ignoring = [scheme for scheme in schemes if scheme not in users]
         if value == Quantize.model_fields[name].default or not ignoring:
             continue

@@ -1,4 +1,4 @@
-"""Calibrated scales in a file, one for a linear's inputs and one for a layer's keys and values: what they compute."""
+"""Calibrated scales in a file, of a linear's inputs and of a layer's keys and values."""
 
 import json
 import subprocess

@@ -154,17 +154,32 @@ def activations(inputs: Tensor, args: QuantizationArgs, calibrated: Tensor | Non
     """
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
-    tokens = inputs.detach().reshape(1, -1, inputs.shape[-1])  # the library reads two dimensions as batch and token
     if is_static(args):
-        # A checkpoint that is loaded in a narrower dtype rounds its scale to it.
-        rounded = presets.library().fake_quantize(tokens, calibrated.to(tokens.dtype), None, args)
-        return rounded.reshape(inputs.shape).to(inputs.dtype)
+        return _under_static_scale(inputs.detach(), args, calibrated)
+    tokens = inputs.detach().reshape(1, -1, inputs.shape[-1])  # the library reads two dimensions as batch and token
     if args.strategy == "token":
         scale = _qparams(tokens.amin(-1, keepdim=True), tokens.amax(-1, keepdim=True), args)
     else:
         scale, _ = compute_dynamic_scales_and_zp(tokens, args, None, global_scale=calibrated)
     rounded = presets.library().fake_quantize(tokens, scale, None, args, global_scale=calibrated)
     return rounded.reshape(inputs.shape).to(inputs.dtype)
+
+
+def _under_static_scale(inputs: Tensor, args: QuantizationArgs, scale: Tensor) -> Tensor:
+    """Return inputs rounded under one stored scale, as compressed-tensors does, and clipped to the format's ends.
+
+    Its function copies these ends to the device in each call, which a CUDA graph cannot hold.
+    """
+    import torch
+
+    scale = scale.to(inputs.dtype)  # as when a checkpoint is loaded in a narrower dtype
+    ratios = inputs / scale
+    if args.type == "float":
+        end = torch.finfo(torch.float8_e4m3fn).max
+        codes = ratios.clamp(-end, end).to(torch.float8_e4m3fn).to(inputs.dtype)
+    else:
+        codes = ratios.clamp(-128, 127).round()
+    return codes * scale
 
 
 def is_static(args: QuantizationArgs) -> bool:
