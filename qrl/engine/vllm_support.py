@@ -71,7 +71,7 @@ def cache_options(path: Path, *, kv_fp8: bool) -> dict[str, Any]:
     if kv_fp8:
         return {"kv_cache_dtype": "fp8"}
     options: dict[str, Any] = {"kv_cache_dtype": "auto"}
-    quantization = checkpoint.config(path).get("quantization_config")
+    quantization = checkpoint.config(path).get("quantization_config") or {}
     if kind.has_kv_scales(quantization):
         options["hf_overrides"] = {"quantization_config": quantization | {"kv_cache_scheme": None}}
     return options
