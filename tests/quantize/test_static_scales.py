@@ -236,7 +236,7 @@ if __name__ == "__main__":
 
 
 def scores(path: Path, dtype: torch.dtype = torch.float32, *, with_cache: bool = False) -> list[float]:
-    """Return transformers' log-likelihoods of the texts; `with_cache` rounds keys and values under the stored scales."""
+    """Return transformers' log-likelihoods of the texts; `with_cache` rounds keys and values under stored scales."""
     model, _ = hf.load(path, "cpu", dtype)
     for module in model.modules():
         if hasattr(module, "k_scale"):
