@@ -25,10 +25,12 @@ GPTQ_INT3 = "gptq-int3"  # schemes of their own, so that one study can have seve
 GPTQ_INT2 = "gptq-int2"
 FP8 = "fp8"
 FP8_BLOCK = "fp8-block"
+FP8_STATIC = "fp8-static"  # as fp8, with one calibrated scale for all activations of a linear
 NVFP4A16 = "nvfp4a16"
 NVFP4 = "nvfp4"
 W8A16 = "w8a16"
 W8A8 = "w8a8"
+W8A8_STATIC = "w8a8-static"  # likewise
 MXFP4A16 = "mxfp4a16"
 MXFP8 = "mxfp8"
 W4AFP8 = "w4afp8"
@@ -37,10 +39,14 @@ SPINQUANT = "spinquant"
 BITSANDBYTES = (NF4, INT8)
 COMPRESSED = (  # by llm-compressor
     *(AWQ_CT, GPTQ, FP8, NVFP4A16, NVFP4, W8A16, W8A8, MXFP4A16, GPTQ_INT3, GPTQ_INT2),
-    *(MXFP8, FP8_BLOCK, W4AFP8, AUTOROUND, SPINQUANT),
+    *(MXFP8, FP8_BLOCK, W4AFP8, AUTOROUND, SPINQUANT, FP8_STATIC, W8A8_STATIC),
 )
 ROUNDED_PREFIX = "rtn-"  # round-to-nearest without a search, in a format of train.qat
-FORMATS = ("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4", "int3", "int2")  # of train.qat
+FORMATS = (  # of train.qat
+    *("int8", "int8-attention", "int4", "nvfp4-a16", "nvfp4-a4", "fp8", "mxfp4", "int3", "int2"),
+    *("fp8-static", "int8-a8-static"),
+)
+CALIBRATED_FORMATS = ("nvfp4-a4", "fp8-static", "int8-a8-static")  # that scale activations by calibrated numbers
 GROUPED_FORMATS = ("int4", "int3", "int2")  # formats in which the recipe chooses how many inputs share a scale
 ROUNDED = tuple(f"{ROUNDED_PREFIX}{name}" for name in (*FORMATS, "file"))
 RTN_FILE = ROUNDED[-1]  # in the format of a file, quantize.format
@@ -70,6 +76,8 @@ TAG_TASK = "qrl.task"
 TAG_DIGEST = "qrl.digest"
 TAG_CACHE_KEY = "qrl.cache_key"
 TAG_PARENT_DIGEST = "qrl.parent_digest"
+TAG_ACTIVATION_SCALES = "qrl.activation_scales"  # of a version: how it scales the activations that it rounds
+TAG_KV_SCALES = "qrl.kv_scales"  # of a version: which scales of keys and values it stores
 TAG_CHAT = "qrl.chat_template_kwargs"  # of a version, as JSON: how its evaluation rendered chats; absent for none
 TAG_PARENT_VERSION = "qrl.parent_version"
 TAG_MODEL_VERSION = "qrl.model_version"  # of a run whose recipe's model is a version: models:/NAME/3, as resolved
@@ -168,6 +176,8 @@ STORED_IN = "stored_in"  # dtype of trained or merged weights on the disk, a par
 DTYPE = "dtype"  # of activations; tables show `full` with it
 GROUP_SIZE = "group_size"  # inputs that share a scale, of integer codes; tables show it where it is not the usual one
 LAYERS = "layers"  # which linears are stored in few bits, as quantize.layers spells it; tables show it; absent: all
+ACTIVATION_SCALES = "activation_scales"  # of a model that rounds activations: `static, per tensor`; a param of it
+KV_SCALES = "kv_scales"  # of a model that stores scales of keys and values: `static, per layer`; a param of it
 QUESTION_TEXT = "question_text"
 ANSWER_START = "answer_start"  # characters of `completion` before its answer: what the model thought
 UNHEALTHY = "unhealthy"  # the tag's text, in every row of such a cell

@@ -26,8 +26,16 @@ from typing import TYPE_CHECKING, Any
 from qrl import checkpoint, process
 from qrl.engine import hf, pretrained
 from qrl.engine.hf import Completion
-from qrl.engine.vllm_support import batch_invariant, check_runs, describe_departure, emulation_options, memory_options
+from qrl.engine.vllm_support import (
+    batch_invariant,
+    cache_options,
+    check_runs,
+    describe_departure,
+    emulation_options,
+    memory_options,
+)
 from qrl.errors import BadInput, QrlError
+from qrl.formats import kind
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
@@ -78,7 +86,7 @@ class Vllm(AbstractContextManager):
             memory: share of the GPU's memory that the engine may use.
             cache_gib: as for `shares`.
             timed: keep the times of each request, at a small cost per step.
-            kv_fp8: keep the key-value cache in FP8, without calibrated scales.
+            kv_fp8: keep the key-value cache in FP8, under the checkpoint's scales, or 1 where it has none.
             gpus: that divide the weights of each layer.
             compiled: let torch.compile fuse the layers on a GPU; else CUDA graphs alone, for a sooner first start.
 
@@ -116,7 +124,6 @@ class Vllm(AbstractContextManager):
                     tensor_parallel_size=gpus,
                     enforce_eager=not on_gpu,
                     enable_prefix_caching=False,
-                    kv_cache_dtype="fp8" if kv_fp8 else "auto",
                     disable_log_stats=not timed,
                     generation_config="vllm",  # a checkpoint's own sampling settings would change every accuracy
                     seed=seed,
@@ -124,6 +131,7 @@ class Vllm(AbstractContextManager):
                     worker_extension_cls="qrl.engine.vllm_worker.Extension",
                     **memory_settings,
                     **compile_options,
+                    **cache_options(path, kv_fp8=kv_fp8),
                     **emulation_options(path, device),
                 )
         except Exception as error:  # whatever the worker raised
@@ -140,6 +148,7 @@ class Vllm(AbstractContextManager):
         self.invariant = deterministic and on_gpu and batch_invariant(self.kernels)
         self._sequences = sequences
         self._kv_fp8 = kv_fp8
+        self._has_kv_scales = kind.has_kv_scales(checkpoint.config(path).get("quantization_config"))
         self._on_gpu = on_gpu
         self._gpus = gpus
         self._compiled = compiled
@@ -195,6 +204,8 @@ class Vllm(AbstractContextManager):
         # Only where they differ from the usual: receipts of earlier runs have none of these keys.
         if self._kv_fp8:
             receipt["kv_cache_dtype"] = "fp8"
+            if self._has_kv_scales:
+                receipt["kv_cache_scales"] = "calibrated"
         if self._gpus > 1:
             receipt["tensor_parallel"] = self._gpus
         if not self._compiled:

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.parameter import PerTensorScaleParameter
 from vllm.platforms import current_platform
 
-from qrl.formats.fakequant import fused, operation
+from qrl.formats.fakequant import fused, operation, rounding
 
 
 @quantization.register_quantization_config(operation.METHOD)
@@ -121,7 +121,7 @@ class Rounded(LinearMethodBase):
             params_dtype,
             **extra_weight_attrs,
         )
-        if self.args and self.args.dynamic == "local":
+        if rounding.is_calibrated(self.args):
             initial_scales = torch.ones(len(output_partition_sizes), dtype=torch.float32)  # until the first sync
             loader = extra_weight_attrs["weight_loader"]
             parameter = PerTensorScaleParameter(data=initial_scales, weight_loader=loader)
@@ -141,7 +141,7 @@ class Rounded(LinearMethodBase):
                 f"{layer.prefix} got the activation scales {values}, but needs one positive number: calibrate again."
             )
         weight = layer.weight
-        if self.args and weight.is_cuda:
+        if self.args and weight.is_cuda and not rounding.is_static(self.args):
             inputs = torch.linspace(-8, 8, 4 * weight.shape[1], dtype=weight.dtype, device=weight.device).view(4, -1)
             if not fused.by_kernel(inputs, self.args, self._scale(layer), weight.dtype):
                 raise ValueError(

@@ -62,6 +62,21 @@ def emulation_options(path: Path, device: str) -> dict[str, str]:
     return {}
 
 
+def cache_options(path: Path, *, kv_fp8: bool) -> dict[str, Any]:
+    """Return vLLM's options for the key-value cache of a checkpoint: in FP8, or as wide as activations.
+
+    vLLM reads scales of keys and values from the checkpoint where it has any, and takes them for a wish of an FP8
+    cache. A cell without FP8 cache of the same checkpoint therefore gets its config.json without them.
+    """
+    if kv_fp8:
+        return {"kv_cache_dtype": "fp8"}
+    options: dict[str, Any] = {"kv_cache_dtype": "auto"}
+    quantization = checkpoint.config(path).get("quantization_config") or {}
+    if kind.has_kv_scales(quantization):
+        options["hf_overrides"] = {"quantization_config": quantization | {"kv_cache_scheme": None}}
+    return options
+
+
 def describe_departure(path: Path, kernels: Iterable[str]) -> str:
     """Describe how kernels depart from a checkpoint's format; empty if they do not."""
     rounded_to = _rounded(path)
@@ -201,4 +216,8 @@ def _missing_cpu_kernel(group: dict) -> str:
         return "FP8 in blocks on a CPU without AMX"
     if _is_w4afp8(group):
         return "4-bit integers with FP8 activations on a CPU"
+    activations = group.get("input_activations") or {}
+    is_static = activations.get("dynamic") is False
+    if is_static and activations.get("type") == "float" and group["weights"].get("strategy") != "tensor":
+        return "FP8 activations under one stored scale, with FP8 weights scaled by row, on a CPU"
     return _CPU_LACKS.get(group["format"][:5], "")

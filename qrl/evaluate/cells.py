@@ -337,6 +337,7 @@ def _loadable(path: Path, recipe: Recipe, device: str) -> Iterator[Path]:
 
 
 def _is_unpacked(path: Path, recipe: Recipe) -> bool:
+    """Return whether vLLM gets the checkpoint's values instead of its codes."""
     quantization = checkpoint.config(path).get("quantization_config")
     return bool(recipe.evaluate.unpacked and quantization and kind.of_weights_alone(quantization))
 

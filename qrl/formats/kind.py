@@ -18,8 +18,9 @@ KINDS = {
     **dict.fromkeys((names.NF4, names.NVFP4A16, names.MXFP4A16, "rtn-nvfp4-a16", "rtn-mxfp4"), (FP4,)),
     **dict.fromkeys((names.NVFP4, "rtn-nvfp4-a4"), (FP4 + _ROUNDED,)),
     **dict.fromkeys((names.FP8, names.FP8_BLOCK, names.MXFP8, "rtn-fp8"), (FP8 + _ROUNDED,)),
+    **dict.fromkeys((names.FP8_STATIC, "rtn-fp8-static"), (FP8 + _ROUNDED,)),
     names.W4AFP8: (INT4 + _ROUNDED,),
-    names.W8A8: (INT8 + _ROUNDED,),
+    **dict.fromkeys((names.W8A8, names.W8A8_STATIC, "rtn-int8-a8-static"), (INT8 + _ROUNDED,)),
     "rtn-file": (INT4, INT8, FP4, FP8, INT4 + _ROUNDED, INT8 + _ROUNDED, FP4 + _ROUNDED, FP8 + _ROUNDED),
 }
 
@@ -36,6 +37,31 @@ def rounded_activations(quantization: Mapping[str, Any]) -> list[str]:
     """Return what a `quantization_config` of compressed-tensors rounds activations to, by group of layers: `float4`."""
     input_activations = [group.get("input_activations") for group in _groups(quantization)]
     return [f"{args.get('type')}{args.get('num_bits')}" for args in input_activations if args]
+
+
+def activation_scales(quantization: Mapping[str, Any]) -> str:
+    """Return how a `quantization_config` of compressed-tensors scales the activations that it rounds, for people.
+
+    `static, per tensor`: calibrated and stored. `dynamic, per token`: from the values themselves. `dynamic, per
+    tensor_group`: NVFP4's, under a calibrated scale of the tensor. Empty where no activation is rounded.
+    """
+    kinds = []
+    for group in _groups(quantization):
+        args = group.get("input_activations")
+        if args:
+            origin = "dynamic" if args.get("dynamic") else "static"
+            kinds.append(f"{origin}, per {args.get('strategy')}")
+    return "; ".join(dict.fromkeys(kinds))
+
+
+def kv_scales(quantization: Mapping[str, Any]) -> str:
+    """Return which scales of keys and values a `quantization_config` stores: `static, per layer`, or nothing."""
+    return "static, per layer" if has_kv_scales(quantization) else ""
+
+
+def has_kv_scales(quantization: Mapping[str, Any] | None) -> bool:
+    """Return whether a checkpoint stores scales of keys and values, by its `quantization_config`, if it has one."""
+    return bool((quantization or {}).get("kv_cache_scheme"))
 
 
 def has_weights_alone(quantization: Mapping[str, Any]) -> bool:

@@ -68,6 +68,8 @@ def needed(path: Path) -> bool:
 def write(path: Path, out: Path, dtype: str = "float32") -> Path:
     """Write a quantized checkpoint's values as an ordinary one in `dtype` to a new folder `out`, and return that.
 
+    Scales of keys and values stay beside them: a cache in FP8 reads them whatever the weights are stored in.
+
     Raises:
         BadInput: as `load`, or the disk lacks the space.
     """
@@ -75,12 +77,17 @@ def write(path: Path, out: Path, dtype: str = "float32") -> Path:
     from safetensors.torch import save_file
 
     state = stored.plain_state(path, getattr(torch, dtype))
+    state |= dict(checkpoint.tensors(path, stored.kv_scales(path)))
     check_space(out, sum(tensor.nbytes for tensor in state.values()), "An unpacked copy of the model")
     out.mkdir()
     save_file(state, out / checkpoint.WEIGHTS, {"format": "pt"})
     removed_keys = ("quantization_config", "torch_dtype")
     settings = {key: value for key, value in checkpoint.config(path).items() if key not in removed_keys}
     settings["dtype"] = dtype
+    quantization = checkpoint.config(path)["quantization_config"]
+    if kind.has_kv_scales(quantization):
+        of_weights = {"config_groups": {}, "ignore": [], "format": "dense", "transform_config": {}}
+        settings["quantization_config"] = quantization | of_weights
     (out / "config.json").write_text(json.dumps(settings, indent=1))
     copy_text_files(path, out)
     return out

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from qrl import checkpoint
 from qrl.checkpoint.header import FLOATS
 from qrl.errors import BadInput
-from qrl.formats import decode
+from qrl.formats import decode, kind
 from qrl.formats.decode import Stored
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 MARKS = (decode.NF4_STATE, ".SCB", ".qweight", ".weight_scale")  # endings of a part that only quantized matrices have
 CODES = (".weight", ".weight_packed")
+KV_SCALES = (".k_scale", ".v_scale")  # endings of the scales of keys and values, one of each in a layer's attention
 READABLE = "bitsandbytes nf4 and int8, awq gemm in 4 bits, compressed-tensors"
 
 
@@ -89,16 +90,26 @@ def matrices(path: Path | str, matrix_names: list[str]) -> Iterator[tuple[str, S
 def plain_state(path: Path | str, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return all tensors of a quantized checkpoint under ordinary names and in one dtype, quantized matrices as values.
 
+    Scales of keys and values, which no ordinary model has, are left out.
+
     Raises:
         BadInput: as for `matrices`.
     """
     quantized = names(path)
     parts_of = _parts(path)
-    unquantized = set(checkpoint.entries(path)).difference(*(parts_of[name] for name in quantized))
+    stored_names = set(checkpoint.entries(path)).difference(kv_scales(path))
+    unquantized = stored_names.difference(*(parts_of[name] for name in quantized))
     state = {name: tensor.to(dtype) for name, tensor in checkpoint.tensors(path, sorted(unquantized))}
     for name, matrix in matrices(path, quantized):
         state[name] = matrix.values.to(dtype).contiguous()
     return state
+
+
+def kv_scales(path: Path | str) -> list[str]:
+    """Return the sorted names of the scales of keys and values; none where the checkpoint has none."""
+    if not kind.has_kv_scales(checkpoint.config(path).get("quantization_config")):
+        return []
+    return sorted(name for name in checkpoint.entries(path) if name.endswith(KV_SCALES))
 
 
 def _parts(path: Path | str) -> dict[str, list[str]]:

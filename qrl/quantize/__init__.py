@@ -57,8 +57,7 @@ def run(
         source: a checkpoint folder in full precision.
         out: a folder that does not exist yet, or is empty.
         settings: from `settings.settings_of`; default: those of a recipe without any.
-        calibration: chat-rendered texts, end token included, for the schemes of `settings.CALIBRATED`; others ignore
-            them.
+        calibration: chat-rendered texts, end token included, where `Settings.uses_texts`; others ignore them.
         probe: texts to measure each layer's error on; the first `error.ROWS` are used.
         device: "cpu" or "cuda".
         stage: called with the name of each stage as it begins: "storing", "measuring".
@@ -80,9 +79,8 @@ def run(
     check_fit(source, settings)
     if out.exists() and any(out.iterdir()):
         raise BadInput(f"{out} is not empty: name a new folder for the quantized checkpoint.")
-    is_calibrated = scheme in choices.CALIBRATED
     rows: list[list[int]] = []
-    if is_calibrated:
+    if settings.uses_texts:
         rows = texts.rows(token_ids(source, calibration, progress), settings.max_tokens)
     probe_rows = token_ids(source, probe)
     check_finite(source)
@@ -114,7 +112,7 @@ def run(
         bits_per_weight=per_weight,
         bits_per_parameter=per_parameter,
         seconds=seconds,
-        calibration_digest=texts.digest(calibration) if is_calibrated else None,
+        calibration_digest=texts.digest(calibration) if settings.uses_texts else None,
         layer_errors=errors.layers if errors else (),
         logit_error=errors.logits if errors else None,
     )

@@ -1,10 +1,11 @@
 """The schemes of llm-compressor and round-to-nearest, stored as compressed-tensors; vLLM and transformers read both.
 
-Schemes that round weights only need no forward pass. AWQ, GPTQ, AutoRound and the activation ranges of NVFP4 need
-calibration texts; on a CPU that pass runs in float32 (bfloat16 took ten times as long where the CPU has no units for
-it), and the result is stored in the source's own dtype. Source: GPTQ: Frantar et al. (arXiv 2210.17323). AWQ: Lin et
-al. (arXiv 2306.00978). AutoRound: Cheng et al. (arXiv 2309.05516). SpinQuant: Liu et al. (arXiv 2405.16406), with fixed
-Hadamard rotations instead of learned ones. Others: the presets of compressed-tensors.
+Schemes that round weights only need no forward pass. AWQ, GPTQ, AutoRound and ranges of activations, keys and values
+need calibration texts; on a CPU that pass runs in float32 (bfloat16 took ten times as long where the CPU has no units
+for it), and the result is stored in the source's own dtype. A range is the largest value of all texts. Source: GPTQ:
+Frantar et al. (arXiv 2210.17323). AWQ: Lin et al. (arXiv 2306.00978). AutoRound: Cheng et al. (arXiv 2309.05516).
+SpinQuant: Liu et al. (arXiv 2405.16406), with fixed Hadamard rotations instead of learned ones. Others: the presets of
+compressed-tensors.
 
 `quantize` loads the model, has llm-compressor's `oneshot` apply a list of modifiers (`_recipe`), and saves it. A new
 scheme of llm-compressor's is an entry in `_PRESETS`, or a modifier in `_recipe`.
@@ -23,14 +24,17 @@ from qrl import checkpoint, names, process
 from qrl.engine import pretrained
 from qrl.errors import BadInput, QrlError
 from qrl.formats import groups, layers
-from qrl.formats.fakequant import linears, rounding
+from qrl.formats.fakequant import linears, presets, rounding
 from qrl.quantize.fit import HEAD
-from qrl.quantize.settings import CALIBRATED, GPTQ, GROUPED, Settings
+from qrl.quantize.settings import GPTQ, GROUPED, SEARCHED, Settings
 
 BATCH = 16  # calibration rows in one forward pass
 _AS_NAMED = (names.NVFP4, names.NVFP4A16, names.MXFP4A16, names.MXFP8, names.W8A8, names.FP8_BLOCK, names.W4AFP8)
 # Scheme → preset of compressed-tensors.
 _PRESETS = {names.FP8: "FP8_DYNAMIC", **{scheme: scheme.upper().replace("-", "_") for scheme in _AS_NAMED}}
+_STATIC = {names.FP8_STATIC: "fp8-static", names.W8A8_STATIC: "int8-a8-static"}  # scheme → our own preset
+# What llm-compressor calibrates: scales of inputs, NVFP4's too, and of keys and values.
+_CALIBRATED_SCALES = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 
 
 def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequence[int]], device: str) -> None:
@@ -49,18 +53,18 @@ def quantize(source: Path, out: Path, *, settings: Settings, rows: Sequence[Sequ
 
 
 def _compressed(oneshot: Callable, source: Path, settings: Settings, rows: Sequence, device: str) -> PreTrainedModel:
-    calibrates_on_cpu = settings.scheme in CALIBRATED and device == "cpu"
+    calibrates_on_cpu = settings.uses_texts and device == "cpu"
     model, stored_dtype = _load(source, in_float32=calibrates_on_cpu)
     batch_size = 1 if settings.scheme == names.AUTOROUND else BATCH  # AutoRound makes batches of its own
     oneshot(model=model, recipe=_recipe(settings, model), dataset=_batches(rows, batch_size))
-    if calibrates_on_cpu and settings.scheme == names.NVFP4:
-        # The ranges of activations come from the pass in float32. The scales of weights must come from the stored
-        # weights, as for NVFP4A16, so the model is quantized again in its own dtype.
+    if calibrates_on_cpu and settings.scheme not in SEARCHED:
+        # The ranges come from the pass in float32. The scales of weights must come from the stored weights, as where
+        # nothing is calibrated, so the model is quantized again in its own dtype.
         state = model.state_dict()
-        input_scales = {name: scale for name, scale in state.items() if name.endswith("input_global_scale")}
+        calibrated_scales = {name: scale for name, scale in state.items() if name.endswith(_CALIBRATED_SCALES)}
         model, _ = _load(source, in_float32=False)
         oneshot(model=model, recipe=_recipe(settings, model), dataset=_batches(rows[:1]))
-        model.load_state_dict(input_scales, strict=False)
+        model.load_state_dict(calibrated_scales, strict=False)
     _cast(model, stored_dtype)
     return model
 
@@ -68,8 +72,8 @@ def _compressed(oneshot: Callable, source: Path, settings: Settings, rows: Seque
 def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence) -> PreTrainedModel:
     """Round to nearest in a format of `train.qat`, in float32, as training does with its masters.
 
-    What is not quantized keeps the source's dtype. Training stores the scales of NVFP4's activations with its masters;
-    `rows` calibrate them where it did not.
+    What is not quantized keeps the source's dtype. Training stores the calibrated scales of activations with its
+    masters; `rows` calibrate them where it did not, and those of keys and values.
     """
     from compressed_tensors.offload import update_offload_parameter
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -77,19 +81,22 @@ def _rounded(oneshot: Callable, source: Path, settings: Settings, rows: Sequence
     name = settings.rounding
     model = pretrained.load(source, dtype=torch.float32).eval()
     own_scheme = rounding.scheme(name, settings.group_size or groups.USUAL)
-    recipe = QuantizationModifier(config_groups=_config_groups(settings, model, own_scheme), ignore=[])
+    groups_of_linears = _config_groups(settings, model, own_scheme)
+    recipe = QuantizationModifier(config_groups=groups_of_linears, ignore=[], kv_cache_scheme=_kv_scheme(settings))
     has_input_scales = linears.needs_calibration(name)
     trained_scales = linears.read_activation_scales(source) if has_input_scales else None
     if trained_scales is not None:
         plan = layers.plan_of(model, name, settings.layers)
         _check_scales(trained_scales, plan.by_format.get(name, []), source)
-    if has_input_scales and trained_scales is None:
+    calibrates_inputs = has_input_scales and trained_scales is None
+    if calibrates_inputs or settings.kv_cache:
         oneshot(model=model, recipe=recipe, dataset=_batches(rows))
     else:
         oneshot(model=model, recipe=recipe, pipeline="datafree")
-        for path, scale in (trained_scales or {}).items():
-            linear = model.get_submodule(path)  # offloaded on a GPU, where reading a parameter gives a copy
-            update_offload_parameter(linear, "input_global_scale", torch.full_like(linear.input_global_scale, scale))
+    for path, scale in (trained_scales or {}).items():
+        linear = model.get_submodule(path)  # offloaded on a GPU, where reading a parameter gives a copy
+        stored_name = linears.stored_scale(own_scheme)
+        update_offload_parameter(linear, stored_name, torch.full_like(getattr(linear, stored_name), scale))
     _cast_unquantized(model, getattr(torch, checkpoint.main_dtype(checkpoint.entries(source))))
     return model
 
@@ -168,7 +175,9 @@ def _recipe(settings: Settings, model: PreTrainedModel) -> list:
     from llmcompressor.modifiers.transform import SpinQuantModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
 
-    if settings.scheme in GROUPED:
+    if settings.scheme in _STATIC:
+        scheme = rounding.scheme(_STATIC[settings.scheme])
+    elif settings.scheme in GROUPED:
         default_bits = 8 if settings.scheme == names.W8A16 else 4
         weights = QuantizationArgs(
             type="int",
@@ -184,7 +193,7 @@ def _recipe(settings: Settings, model: PreTrainedModel) -> list:
         scheme.format = "pack-quantized"  # what vLLM reads; by default each code would take a byte
 
     config_groups = _config_groups(settings, model, scheme) if settings.layers else {"group_0": scheme}
-    scope = {"config_groups": config_groups, "ignore": [HEAD]}
+    scope = {"config_groups": config_groups, "ignore": [HEAD], "kv_cache_scheme": _kv_scheme(settings)}
     if settings.scheme in GPTQ:
         return [GPTQModifier(**scope)]
     if settings.scheme == names.AUTOROUND:
@@ -200,6 +209,11 @@ def _recipe(settings: Settings, model: PreTrainedModel) -> list:
         modifiers.append(SpinQuantModifier(transform_block_size=largest_power_of_two))
     modifiers.append(QuantizationModifier(**scope))
     return modifiers
+
+
+def _kv_scheme(settings: Settings) -> Any:
+    """Return how keys and values are rounded, one scale per layer for each; None where nothing is stored for them."""
+    return presets.static_inputs("float") if settings.kv_cache else None
 
 
 def _batches(rows: Sequence[Sequence[int]], size: int = BATCH):

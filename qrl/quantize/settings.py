@@ -20,7 +20,11 @@ from qrl.recipe import layers as spelling
 
 TASK, ROLLOUTS = "task", "rollouts"  # sources of calibration texts; anything else is a file
 GPTQ = {names.GPTQ: None, names.GPTQ_INT3: 3, names.GPTQ_INT2: 2}  # bits; None: the recipe chooses
-CALIBRATED = (names.AWQ, names.AWQ_CT, *GPTQ, names.AUTOROUND, names.NVFP4, "rtn-nvfp4-a4")  # use calibration texts
+# Schemes that scale activations by calibrated numbers; their weights do not depend on the texts.
+SCALED = (names.NVFP4, names.FP8_STATIC, names.W8A8_STATIC)
+ROUNDED_SCALED = tuple(f"{names.ROUNDED_PREFIX}{name}" for name in names.CALIBRATED_FORMATS)
+SEARCHED = (names.AWQ, names.AWQ_CT, *GPTQ, names.AUTOROUND)  # choose weights by the texts
+CALIBRATED = (*SEARCHED, *SCALED, *ROUNDED_SCALED)  # use calibration texts
 GROUPED_ROUNDED = tuple(f"{names.ROUNDED_PREFIX}{name}" for name in names.GROUPED_FORMATS)
 # The recipe chooses the size.
 GROUPED = (names.AWQ, names.AWQ_CT, *GPTQ, names.W8A16, names.AUTOROUND, names.SPINQUANT, *GROUPED_ROUNDED)
@@ -34,6 +38,8 @@ BITS = (names.AWQ_CT, names.GPTQ)  # the recipe chooses the bits
 SYMMETRIC = {names.AWQ_CT: False, **dict.fromkeys((*GPTQ, names.W8A16, names.SPINQUANT), True)}  # defaults
 # AutoAWQ names linears within a block, so it cannot leave out a block; int8-attention has linears of its own.
 LAYERED = tuple(name for name in names.QUANTIZED_SCHEMES if name not in rules.OF_ALL_LAYERS)
+# Schemes beside which llm-compressor stores scales of keys and values; AutoRound's own loop does not calibrate them.
+KV_SCALED = tuple(name for name in (*names.COMPRESSED, *names.ROUNDED) if name != names.AUTOROUND)
 # Field of the recipe → schemes that use it.
 CHOICES = {
     "bits": BITS,
@@ -42,6 +48,7 @@ CHOICES = {
     "calibration": CALIBRATED,
     "format": (names.RTN_FILE,),
     "layers": LAYERED,
+    "kv_cache": KV_SCALED,
 }
 LIBRARIES = {
     **dict.fromkeys(names.BITSANDBYTES, ("bitsandbytes",)),
@@ -66,6 +73,7 @@ class Settings:
     format: str | None = None  # a file
     layers: tuple[str, ...] = ()  # the terms of `recipe.layers`; none for all linears but the head
     layers_group_size: groups.GroupSize | None = None  # of formats in `layers` that leave it to the recipe
+    kv_cache: str | None = None  # "fp8": scales of keys and values are calibrated and stored, too
 
     @property
     def rounding(self) -> str:
@@ -84,6 +92,11 @@ class Settings:
         return replace(self, group_size=group_size, layers_group_size=layers_group_size)
 
     @property
+    def uses_texts(self) -> bool:
+        """Whether calibration texts have an effect."""
+        return self.scheme in CALIBRATED or self.kv_cache is not None
+
+    @property
     def own_format(self) -> str:
         """The name of the format that linears have where `layers` names no other."""
         return self.rounding if self.scheme in names.ROUNDED else self.scheme
@@ -93,12 +106,15 @@ class Settings:
         settings = asdict(self)
         if not self.layers:
             del settings["layers"], settings["layers_group_size"]
+        if self.kv_cache is None:
+            del settings["kv_cache"]
         return settings
 
     def covered(self) -> dict[str, Any]:
         """Return the settings as digests and keys cover them: a format by its content, and nothing where there is none.
 
-        Digests from before there were such files, layers, or other groups than those of 128 under rtn-*, stay valid.
+        Digests from before there were such files, layers, scales of keys and values, or other groups than those of 128
+        under rtn-*, stay valid.
 
         Raises:
             ValueError: the group size is still left to the model.
@@ -108,6 +124,8 @@ class Settings:
         settings = asdict(self)
         if self.scheme in GROUPED_ROUNDED and self.group_size == groups.USUAL:
             settings["group_size"] = None
+        if self.kv_cache is None:
+            del settings["kv_cache"]
         file = settings.pop("format")
         if file is not None:
             settings["format"] = process.file_digest(file)
@@ -160,19 +178,22 @@ def settings_of(scheme: str, recipe: Quantize, seed: int) -> Settings:
     group_size = recipe_choice("group_size")
     symmetric = recipe_choice("symmetric")
     layers = recipe_choice("layers") or ()
-    is_calibrated = scheme in CALIBRATED
+    kv_cache = recipe_choice("kv_cache")
+    stores_kv_scales = kv_cache not in (None, "auto")
+    is_calibrated = scheme in CALIBRATED or stores_kv_scales
     return Settings(
         scheme,
         bits=GPTQ.get(scheme) if bits is None else bits,
         group_size=FIXED_GROUP.get(scheme) if group_size is None else group_size,
         symmetric=SYMMETRIC.get(scheme) if symmetric is None else symmetric,
-        calibration=recipe_choice("calibration"),
+        calibration=recipe.calibration if is_calibrated else None,
         samples=recipe.calibration_samples if is_calibrated else None,
         max_tokens=recipe.calibration_max_tokens if is_calibrated else None,
         seed=seed if recipe.calibration_seed is None else recipe.calibration_seed,
         format=recipe_choice("format"),
         layers=layers,
         layers_group_size=recipe.group_size if spelling.has_groups(layers) else None,
+        kv_cache=kv_cache if stores_kv_scales else None,
     )
 
 
@@ -193,7 +214,10 @@ def unheeded(
         BadInput: none of the schemes uses a setting.
     """
     warnings = []
-    for name, users in CHOICES.items():
+    choices = dict(CHOICES)
+    if recipe.kv_cache != Quantize.model_fields["kv_cache"].default:  # its scales come from the same texts
+        choices["calibration"] = tuple(dict.fromkeys((*CALIBRATED, *KV_SCALED)))
+    for name, users in choices.items():
         value, key = getattr(recipe, name), f"quantize.{name}"
         ignoring = [scheme for scheme in schemes if scheme not in users]
         if value == Quantize.model_fields[name].default or not ignoring:

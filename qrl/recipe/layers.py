@@ -23,7 +23,7 @@ REGEX = "re:"
 FULL = "full"  # in a mapping: the pattern stays in full precision
 OWN = "own"  # in a mapping: the scheme's own format
 # Formats that a term may name: those that need no calibration, for all linears that they are given.
-FORMATS = tuple(name for name in names.FORMATS if name not in ("int8-attention", "nvfp4-a4"))
+FORMATS = tuple(name for name in names.FORMATS if name not in ("int8-attention", *names.CALIBRATED_FORMATS))
 SPELLING = "mlp, attention, first:N, last:N, a name such as down_proj or layers.3, or re:PATTERN"
 _ENDS = re.compile(rf"({FIRST}|{LAST}):([1-9]\d{{0,3}})")
 _NAME = re.compile(r"\w+(\.\w+)*")

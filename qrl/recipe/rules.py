@@ -862,6 +862,16 @@ QUANTIZING = (
 
 EVALUATING = (
     Rule(
+        name="kv-scales-need-a-cell",
+        field="quantize.kv_cache",
+        applies=changed("quantize.kv_cache"),
+        needs=changed("evaluate.kv_fp8"),
+        because="no other cell reads the scales",
+        message="quantize.kv_cache = {quantize.kv_cache} stores scales of keys and values, which only cells "
+        f"SCHEME{names.KV_FP8} read: name schemes in evaluate.kv_fp8 to have such cells in this study.",
+        warns=True,
+    ),
+    Rule(
         name="kv-fp8-of-a-scheme-that-is-made",
         field="evaluate.kv_fp8",
         applies=changed("evaluate.kv_fp8"),

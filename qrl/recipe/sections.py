@@ -18,8 +18,9 @@ from qrl.recipe.training import Merge, Rollout, Train, Watch
 
 Scheme = Literal[
     "nf4", "int8", "awq", "awq-ct", "gptq", "fp8", "nvfp4a16", "nvfp4", "w8a16", "w8a8", "mxfp4a16", "gptq-int3",
-    "gptq-int2", "mxfp8", "fp8-block", "w4afp8", "autoround", "spinquant", "rtn-int8", "rtn-int8-attention", "rtn-int4",
-    "rtn-nvfp4-a16", "rtn-nvfp4-a4", "rtn-fp8", "rtn-mxfp4", "rtn-int3", "rtn-int2", "rtn-file",
+    "gptq-int2", "mxfp8", "fp8-block", "w4afp8", "autoround", "spinquant", "fp8-static", "w8a8-static", "rtn-int8",
+    "rtn-int8-attention", "rtn-int4", "rtn-nvfp4-a16", "rtn-nvfp4-a4", "rtn-fp8", "rtn-mxfp4", "rtn-int3", "rtn-int2",
+    "rtn-fp8-static", "rtn-int8-a8-static", "rtn-file",
 ]  # fmt: skip  # the same as names.QUANTIZED_SCHEMES, by test: a Literal takes no variable
 
 
@@ -44,7 +45,8 @@ class Quantize(Section):
     )
     calibration: str = option(
         "task",
-        "calibration texts of awq*, gptq*, autoround and nvfp4: task, rollouts (its own answers), or a .jsonl file",
+        "calibration texts of awq*, gptq*, autoround, nvfp4, *-static and quantize.kv_cache: task, rollouts (its own "
+        "answers), or a .jsonl file",
         min_length=1,
     )
     calibration_samples: int = option(128, "calibration texts, rendered as chats with the end token", ge=1, le=100_000)
@@ -58,6 +60,11 @@ class Quantize(Section):
         "linears to store in few bits, comma-separated: mlp, attention, first:N or last:N blocks, a name such as "
         "down_proj, re:PATTERN; -TERM leaves out, TERM=FORMAT stores in another format; default: all but the output "
         "head",
+    )
+    kv_cache: Literal["auto", "fp8"] = option(
+        "auto",
+        "fp8: store calibrated scales of keys and values too, one per layer, for cells SCHEME+kv-fp8; auto: none, and "
+        "vLLM divides by 1",
     )
 
 

@@ -122,8 +122,8 @@ class Train(Section):
     qat: Annotated[str, AfterValidator(_format)] = option(
         "none",
         "quantization-aware training in a format that linears compute in; its codes become a checkpoint too: none, "
-        "int8, int8-attention, int4, int3, int2, nvfp4-a16, nvfp4-a4, fp8, mxfp4, or a compressed-tensors scheme as "
-        "FILE.yaml",
+        "int8, int8-attention, int4, int3, int2, nvfp4-a16, nvfp4-a4, fp8, fp8-static, int8-a8-static, mxfp4, or a "
+        "compressed-tensors scheme as FILE.yaml",
     )
     qat_layers: Annotated[layers.Layers, NotInKey("qat_layers", ())] = option(
         (), "linears that train.qat covers, spelled as quantize.layers, which must be the same; default: all"

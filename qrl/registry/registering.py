@@ -19,6 +19,11 @@ from qrl.tracking import models
 
 _NAME = re.compile(r"\w[\w .+-]{0,199}")  # MLflow allows no / and no :, its search no quotes
 
+_TAGS_OF_SCALES = {  # of a version → the fact of its model that they repeat
+    names.TAG_ACTIVATION_SCALES: names.ACTIVATION_SCALES,
+    names.TAG_KV_SCALES: names.KV_SCALES,
+}
+
 
 def registered_name(recipe: Recipe) -> str:
     """Return the registered model of a recipe: `qrl-tiny`, `qrl-qwen2.5-1.5b-instruct`, `qrl-<folder>`.
@@ -148,6 +153,10 @@ def register(
         tags[names.TAG_PARENT_VERSION] = str(parent_version)
     if chat != "{}":
         tags[names.TAG_CHAT] = chat
+    facts = models.params(model_uri)
+    for tag, fact in _TAGS_OF_SCALES.items():
+        if fact in facts:
+            tags[tag] = str(facts[fact])
     client = MlflowClient()
     with locked(name):
         _make_model(name)

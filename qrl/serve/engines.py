@@ -17,7 +17,7 @@ from typing import Any
 import qrl
 from qrl import process
 from qrl.engine import hf
-from qrl.engine.vllm_support import memory_options
+from qrl.engine.vllm_support import cache_options, memory_options
 from qrl.errors import BadInput
 from qrl.formats import plain
 
@@ -149,8 +149,11 @@ def _vllm_options(model: ServedModel, address: list[str], scratch: Path) -> list
         options += ["--generation-config", str(_write_ends(path, scratch / "generation"))]
     if model.chat:
         options += ["--default-chat-template-kwargs", json.dumps(model.chat)]
+    cache = cache_options(path, kv_fp8=model.kv_fp8)
     if model.kv_fp8:
-        options += ["--kv-cache-dtype", "fp8"]
+        options += ["--kv-cache-dtype", cache["kv_cache_dtype"]]
+    if "hf_overrides" in cache:
+        options += ["--hf-overrides", json.dumps(cache["hf_overrides"])]
     if model.gpus > 1:
         options += ["--tensor-parallel-size", str(model.gpus)]
     if model.device == "cpu":

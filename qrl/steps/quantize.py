@@ -19,7 +19,7 @@ from qrl import quantize as quantization
 from qrl.engine import device as devices
 from qrl.engine import hf
 from qrl.errors import Objections
-from qrl.formats import groups
+from qrl.formats import groups, kind
 from qrl.quantize import calibration, error
 from qrl.quantize import settings as choices
 from qrl.quantize.settings import Settings
@@ -133,6 +133,8 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
             facts[names.GROUP_SIZE] = settings.group_size
         if settings.layers:
             facts[names.LAYERS] = layers.text_of(settings.layers)
+        scales = _scales(result.path)
+        facts |= scales
         uri, digest = record.log_own(recipe, result.path, variant, scheme, parent=source.digest, **facts)
 
         contents.log_params({f"settings.{key}": value for key, value in settings.shown().items()} | facts)
@@ -153,7 +155,23 @@ def _quantize_one(texts: Texts, variant: str, source: checkpoint.Checkpoint, wor
             errors += f", {result.logit_error:.2g} of logits"
         cost = f"{errors}, {result.seconds:.1f} s"
         click.echo(f"      {name}: {size}, {cost}", err=True)
+        if scales:
+            listed = "; ".join(f"{what.replace('_', ' ')} {kinds}" for what, kinds in scales.items())
+            click.echo(f"      {name}: {listed}", err=True)
         return uri
+
+
+def _scales(path: Path) -> dict[str, str]:
+    """Return how a quantized checkpoint scales the activations that it rounds, and keys and values; by `names`."""
+    quantization = checkpoint.config(path).get("quantization_config") or {}
+    of_activations = kind.activation_scales(quantization)
+    of_cache = kind.kv_scales(quantization)
+    scales = {}
+    if of_activations:
+        scales[names.ACTIVATION_SCALES] = of_activations
+    if of_cache:
+        scales[names.KV_SCALES] = of_cache
+    return scales
 
 
 def _quantize_with_bars(texts: Texts, settings: Settings, name: str, source: Path, out: Path) -> quantization.Quantized:

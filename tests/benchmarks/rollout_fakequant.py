@@ -30,16 +30,18 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
 PLAIN = ("bf16", "int8", "int8-attention", "int4", "nvfp4-a16", "mxfp4", "int3", "int2")  # the engine rounds no inputs
-ROUNDED = ("nvfp4-a4", "fp8")
+STATIC = ("fp8-static", "int8-a8-static")  # the engine rounds inputs under calibrated scales
+ROUNDED = ("nvfp4-a4", "fp8", *STATIC)
 REAL = ("real-fp8", "real-int4", "real-nvfp4-a16")  # the engine multiplies by codes
 PARTS = {  # name → formats, shape, seconds
     "plain": (PLAIN, "1.5b", 420),
     "nvfp4-a4": (ROUNDED[:1], "1.5b", 240),
-    "fp8": (ROUNDED[1:], "1.5b", 240),
+    "fp8": (ROUNDED[1:2], "1.5b", 240),
     "again": (("bf16",), "1.5b", 180),
     "tiny-plain": (PLAIN, "tiny", 600),
     "tiny-nvfp4-a4": (ROUNDED[:1], "tiny", 300),
-    "tiny-fp8": (ROUNDED[1:], "tiny", 300),
+    "tiny-fp8": (ROUNDED[1:2], "tiny", 300),
+    **{f"tiny-{name}": ((name,), "tiny", 300) for name in STATIC},
     **{name: ((name,), "1.5b", 240) for name in REAL},
     **{f"tiny-{name}": ((name,), "tiny", 240) for name in REAL},
 }

@@ -13,7 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs
 
 from qrl import names
 from qrl.errors import BadInput
-from qrl.formats.fakequant import rounding
+from qrl.formats.fakequant import presets, rounding
 
 FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # codes 0..7; even codes have an even mantissa
 FP8 = np.array(
@@ -52,6 +52,7 @@ def power_of_two(x: float) -> float:
 def reference(weight: torch.Tensor, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Return a format's values and the factor of each code, in float64 from the definition."""
     integers = {f"int{bits}": (bits, 128) for bits in (4, 3, 2)} | {"int8": (8, None)}
+    name = name.removesuffix("-a8-static").removesuffix("-static")  # these have the weights of the same format
     bits, size = (integers | {"fp8": (8, None), "mxfp4": (4, 32)}).get(name, (4, 16))
     exact = weight.double().numpy()
     groups = exact.reshape(len(exact), -1, size or exact.shape[1])
@@ -187,3 +188,20 @@ def test_activations_are_scaled_by_token_or_by_block(seed, exponent):
 def test_an_unknown_format_is_refused():
     with pytest.raises(BadInput, match="int5"):
         rounding.scheme("int5")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["fp8-static", "int8-a8-static"])
+def test_a_static_scale_rounds_as_compressed_tensors_does_bit_for_bit_and_clips_beyond_it(name, dtype):
+    inputs_args = rounding.scheme(name).input_activations
+    inputs = 4 * torch.randn(37, 96, generator=torch.Generator().manual_seed(0))
+    scale = rounding.calibrated_scale(inputs.abs().amax() / 2, inputs_args)  # half of the range lies beyond
+    end = 448 if name == "fp8-static" else 127.5
+    assert float(scale) == pytest.approx(float(inputs.abs().amax()) / 2 / end, rel=1e-6)
+    inputs = inputs.to(dtype)
+    found = rounding.activations(inputs.view(1, 37, 96), inputs_args, scale)
+    library = presets.library().fake_quantize(inputs, scale.to(dtype), None, inputs_args)
+    assert found.dtype == dtype and torch.equal(found[0], library)
+    limit = float(scale.to(dtype)) * (448 if name == "fp8-static" else 128)
+    assert found.abs().max() <= limit * 1.01 < inputs.abs().max()
+    assert (found[0] - inputs).abs().max() > 0.3 * inputs.abs().max()  # what is clipped

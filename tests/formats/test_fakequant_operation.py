@@ -9,8 +9,8 @@ pytest.importorskip("compressed_tensors")
 from qrl import names
 from qrl.formats.fakequant import operation, rounding
 
-ROUNDING = ("nvfp4-a4", "fp8")
-SCALE = torch.tensor([300.0])
+ROUNDING = ("nvfp4-a4", "fp8", "fp8-static", "int8-a8-static")
+SCALES = {"nvfp4-a4": 300.0, "fp8-static": 0.25, "int8-a8-static": 0.5}  # of all inputs
 
 
 def inputs(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
@@ -20,7 +20,8 @@ def inputs(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
 
 
 def spec_and_scale(name: str) -> tuple[str, torch.Tensor | None]:
-    return operation.engine_config(name)["input_activations"], SCALE if name == "nvfp4-a4" else None
+    scale = torch.tensor([SCALES[name]]) if name in SCALES else None
+    return operation.engine_config(name)["input_activations"], scale
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -41,6 +41,8 @@ BITS = {
     "w4afp8": 4,
     "autoround": 4,
     "spinquant": 4,
+    "fp8-static": 8,
+    "w8a8-static": 8,
 }
 # Bounds, with a margin, on the relative squared error of weights and on that of the last layer's output; a bit less
 # makes steps twice as large, and so squared errors four times.
@@ -99,7 +101,7 @@ def test_eight_bits_move_the_model_less_than_four(made):
 
 def test_rounded_activations_are_rounded_and_reported_as_simulated(made, tiny_checkpoint):
     reports = {scheme: hf.describe_departure(made[scheme].path, "cpu") for scheme in SCHEMES}
-    rounded = {"fp8", "w8a8", "nvfp4", "mxfp8", "fp8-block", "w4afp8"}
+    rounded = {"fp8", "w8a8", "nvfp4", "mxfp8", "fp8-block", "w4afp8", "fp8-static", "w8a8-static"}
     assert {scheme for scheme, words in reports.items() if "in software" in words} == rounded
     assert reports["int8"] == "activations not rounded to int8" and hf.describe_departure(tiny_checkpoint, "cpu") == ""
     # A grid of 4 bits in groups of 16, and e4m3 with scales per group, per group and per token.

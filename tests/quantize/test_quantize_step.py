@@ -125,6 +125,26 @@ def test_every_model_is_calibrated_on_the_file_and_the_record_is_complete(store,
     assert [point.step for point in history] == [0, 1, 2, 3]  # a layer each
 
 
+def test_the_record_the_message_and_a_versions_tags_say_which_scales_a_model_has(store, capsys):
+    from qrl import registry
+
+    step.quantize(settings(**{"quantize.kv_cache": "fp8"}), ("fp8-static", "rtn-int8"), None)
+    said = capsys.readouterr().err
+    assert "base · fp8-static: activation scales static, per tensor; kv scales static, per layer" in said
+    assert "base · rtn-int8: kv scales static, per layer" in said
+    tags = {}
+    for model in mlflow.search_logged_models(output_format="list"):
+        scheme = model.params["scheme"]
+        if scheme in ("fp8-static", "rtn-int8"):
+            uri = f"models:/{model.model_id}"
+            cell = {"digest": model.params["digest"], "variant": "base", "scheme": scheme}
+            version = registry.register("qrl-scales", uri, **cell, accuracy=0.5, stderr=0.1, n=20)
+            tags[scheme] = mlflow.MlflowClient().get_model_version("qrl-scales", str(version.version)).tags
+    assert tags["fp8-static"][names.TAG_ACTIVATION_SCALES] == "static, per tensor"
+    assert names.TAG_ACTIVATION_SCALES not in tags["rtn-int8"]
+    assert {each[names.TAG_KV_SCALES] for each in tags.values()} == {"static, per layer"}
+
+
 def test_bars_count_the_texts_that_are_drawn_rendered_generated_and_tokenized(store, monkeypatch):
     bars = {}
 

@@ -121,6 +121,7 @@ BROKEN = {  # rule → a recipe that breaks it
 WARNED = {
     "temperature-needs-samples": Recipe(evaluate=Evaluate(temperature=0.7)),
     "deterministic-needs-vllm": Recipe(evaluate=Evaluate(deterministic=True)),
+    "kv-scales-need-a-cell": Recipe(quantize=Quantize(schemes=("fp8",), kv_cache="fp8")),
     "unpacked-needs-vllm": Recipe(evaluate=Evaluate(unpacked=True)),
 }
 

@@ -254,7 +254,7 @@ def test_a_rollout_engine_is_sent_the_scale_of_every_linear_that_has_one(name):
     model = attached(name)
     sent = dict(sync.named_scales(model))
     linears = {path: module for path, module in model.named_modules() if isinstance(module, qat.QATLinear)}
-    assert list(sent) == [f"{path}.input_global_scale" for path in linears if name == "nvfp4-a4"]
+    assert list(sent) == [f"{path}.input_global_scale" for path in linears if name in names.CALIBRATED_FORMATS]
     for path, scale in sent.items():
         assert scale.shape == (1,) and scale.dtype == torch.float32
         assert scale is linears[path.removesuffix(".input_global_scale")].input_global_scale

@@ -32,6 +32,8 @@ BITS = {
     "nvfp4-a16": 4,
     "nvfp4-a4": 4,
     "fp8": 8,
+    "fp8-static": 8,
+    "int8-a8-static": 8,
     "mxfp4": 4,
     "int3": 3,
     "int2": 2,
@@ -62,6 +64,10 @@ FILES = {
     "int8-token": {
         "weights": {"num_bits": 8, "type": "int", "strategy": "channel"},
         "input_activations": {"num_bits": 8, "type": "int"} | TOKENS,
+    },
+    "int8-tensor-static": {
+        "weights": {"num_bits": 8, "type": "int", "strategy": "tensor"},
+        "input_activations": {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False},
     },
     "fp8-tensor": {"weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}},
     "fp8-block": {
@@ -119,8 +125,11 @@ def test_stored_weights_and_answers_are_bit_equal_to_the_trained_ones(name, mast
 def test_a_format_of_a_file_is_stored_bit_equal_to_what_training_computes(case, masters, tmp_path):
     file = tmp_path / f"{case}.yaml"
     file.write_text(yaml.safe_dump(FILES[case]))
-    trained = in_training(masters, str(file))
-    store(masters, tmp_path / "out", str(file))
+    trained, source = in_training(masters, str(file)), tmp_path / "masters"
+    shutil.copytree(masters, source)
+    if linears.needs_calibration(str(file)):
+        linears.write_activation_scales(source, prepare.calibrate(trained, [BATCH]))
+    store(source, tmp_path / "out", str(file))
     loaded, _ = hf.load(tmp_path / "out", "cpu", torch.float32)
     stored = dict(loaded.named_parameters())
     for key, value in sync.named_weights(trained):
@@ -146,9 +155,14 @@ UNFIT = {
     "zero points": ("weights: {num_bits: 4, strategy: channel, symmetric: false}", "must be symmetric"),
     "another range": ("weights: {num_bits: 8, strategy: tensor, observer: mse}", "observer must be minmax"),
     "half of the linears": ("targets: [re:.*q_proj]\nweights: {num_bits: 8, strategy: tensor}", "leave out targets"),
-    "stored scales of inputs": (
-        "weights: {num_bits: 8, strategy: tensor}\ninput_activations: {num_bits: 8, strategy: tensor}",
-        "input_activations are 8 int tensor",
+    "scales of inputs by group": (
+        "weights: {num_bits: 8, strategy: tensor}\n"
+        "input_activations: {num_bits: 8, strategy: group, group_size: 32, dynamic: true}",
+        "input_activations are 8 int group",
+    ),
+    "inputs scaled by their own largest value": (
+        "weights: {num_bits: 8, strategy: tensor}\ninput_activations: {num_bits: 8, strategy: tensor, dynamic: true}",
+        "need dynamic: false",
     ),
     "a float grid of its own": ("weights: {num_bits: 4, type: float, strategy: group, group_size: 64}", "as NVFP4"),
     "groups that do not divide": ("weights: {num_bits: 4, strategy: group, group_size: 48}", "groups of 48"),

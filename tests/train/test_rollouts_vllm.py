@@ -281,9 +281,9 @@ def test_an_engine_that_does_not_round_or_would_round_parts_of_rows_is_refused(p
     assert "The rollout engine does not round activations as train.qat = nvfp4-a4 does: set rollout" in done.stdout
 
 
-PARTS = "tiny-plain,tiny-nvfp4-a4,tiny-fp8"  # an engine each
+PARTS = "tiny-plain,tiny-nvfp4-a4,tiny-fp8,tiny-fp8-static,tiny-int8-a8-static"  # an engine each
 # Rounding activations turns a difference in the last bit into one of a whole step, so these formats are further away.
-AMPLIFIED = {"nvfp4-a4": 5e-3, "fp8": 1e-3}
+AMPLIFIED = {"nvfp4-a4": 5e-3, "fp8": 1e-3, "fp8-static": 1e-3, "int8-a8-static": 1e-3}
 AMPLIFIED |= {"int3": 2e-4, "int2": 1e-3}  # so does a model that few bits have broken: 3e-5 and 2e-4 in one sample
 NOISE = 1e-5  # bf16's own k3 was 2e-6 and 6e-6 in two samples of this size
 

@@ -23,7 +23,8 @@ WEIGHTS = (
     *((8, "int", strategy) for strategy in STRATEGIES),
     *((8, "float", strategy) for strategy in STRATEGIES),
 )
-INPUTS = ((8, "int", "token"), (8, "float", "token"), FOUR_BIT_FLOATS[1])
+STATIC_INPUTS = ((8, "int", "tensor"), (8, "float", "tensor"))  # one calibrated scale for all inputs of a linear
+INPUTS = ((8, "int", "token"), (8, "float", "token"), FOUR_BIT_FLOATS[1], *STATIC_INPUTS)
 OBSERVERS = (None, "minmax", "memoryless_minmax", "static_minmax")  # the range that training reads
 
 
@@ -106,7 +107,9 @@ def _rules(scheme: QuantizationScheme) -> Iterator[tuple[bool, str]]:
         inputs_kind not in INPUTS,
         f"input_activations are {_text(inputs_kind)}, but must be one of {_text(*INPUTS)}",
     )
-    dynamic = "local" if inputs_kind in FOUR_BIT_FLOATS else True
+    dynamic: bool | str = inputs_kind not in STATIC_INPUTS
+    if inputs_kind in FOUR_BIT_FLOATS:
+        dynamic = "local"
     yield inputs.dynamic != dynamic, f"input_activations of this kind need dynamic: {str(dynamic).lower()}"
 
 

@@ -46,15 +46,19 @@ def _kernel_can_fold(weights: Sequence[Tensor], args: QuantizationArgs, dtype: t
     return all(map(_fits, weights)) and _is_proven(weights, args, dtype)
 
 
-def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return `rounding.activations` of inputs (..., I), any float dtype, converted first to the product's `dtype`."""
+def activations(inputs: Tensor, args: QuantizationArgs, calibrated: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return `rounding.activations` of inputs (..., I), any float dtype, converted first to the product's `dtype`.
+
+    A static scale needs no kernel: a division, a rounding and a product, none of which waits for the GPU.
+    """
     inputs = inputs.detach()
-    if inputs.is_cuda and inputs.is_contiguous() and inputs.numel() and by_kernel(inputs, args, global_scale, dtype):
+    can_use_kernel = inputs.is_cuda and inputs.is_contiguous() and inputs.numel() and not rounding.is_static(args)
+    if can_use_kernel and by_kernel(inputs, args, calibrated, dtype):
         from qrl.formats.fakequant import kernel
 
-        return kernel.activations(inputs, args, dtype, global_scale)
+        return kernel.activations(inputs, args, dtype, calibrated)
     with _without_autocast(inputs):
-        return rounding.activations(inputs.to(dtype), args, global_scale)
+        return rounding.activations(inputs.to(dtype), args, calibrated)
 
 
 def by_kernel(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None, dtype: torch.dtype) -> bool:

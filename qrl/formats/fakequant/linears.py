@@ -96,13 +96,12 @@ def check_architecture(model: PreTrainedModel, *, transposed: bool = False) -> N
 
 def needs_calibration(name: str) -> bool:
     """Return whether a format scales activations by something that has to be calibrated on texts."""
-    return is_calibrated(rounding.scheme(name))
+    return rounding.is_calibrated(rounding.scheme(name).input_activations)
 
 
-def is_calibrated(scheme: QuantizationScheme) -> bool:
-    """Return whether a scheme scales activations by something that has to be calibrated on texts."""
-    args = scheme.input_activations
-    return args is not None and args.dynamic == "local"
+def stored_scale(scheme: QuantizationScheme) -> str:
+    """Return the name under which compressed-tensors stores the calibrated scale of a linear's inputs."""
+    return "input_scale" if rounding.is_static(scheme.input_activations) else "input_global_scale"
 
 
 def write_activation_scales(folder: Path, scales: dict[str, float]) -> None:

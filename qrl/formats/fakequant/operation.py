@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationArgs
 
 METHOD = "qrl-fakequant"  # the name under which vLLM knows the quantization method
-SCALE = "input_global_scale"  # of a linear, (1,) float32: calibrated, and sent at every sync
+SCALE = "input_global_scale"  # of all inputs of a linear, (1,) float32: calibrated, and sent at every sync
 
 
 @torch.library.custom_op("qrl::rounded", mutates_args=())
-def rounded(inputs: Tensor, spec: str, global_scale: Tensor | None) -> Tensor:
+def rounded(inputs: Tensor, spec: str, calibrated: Tensor | None) -> Tensor:
     """Return inputs (..., I) rounded to a format, as `fused.activations` does.
 
     Args:
         inputs: of the dtype that the product computes in.
         spec: the format's `input_activations`, as `engine_config` returns them.
-        global_scale: (1,) float32, calibrated, for NVFP4.
+        calibrated: (1,) float32, as `rounding.calibrated_scale`; None for scales per token.
     """
-    return fused.activations(inputs.contiguous(), arguments(spec), global_scale, inputs.dtype)
+    return fused.activations(inputs.contiguous(), arguments(spec), calibrated, inputs.dtype)
 
 
 @rounded.register_fake
-def _(inputs: Tensor, spec: str, global_scale: Tensor | None) -> Tensor:
+def _(inputs: Tensor, spec: str, calibrated: Tensor | None) -> Tensor:
     return torch.empty_like(inputs, memory_format=torch.contiguous_format)
 
 

@@ -142,25 +142,64 @@ def folded(weights: Sequence[Tensor], args: QuantizationArgs, dtype: torch.dtype
     return quantized, largest
 
 
-def activations(inputs: Tensor, args: QuantizationArgs, global_scale: Tensor | None = None) -> Tensor:
-    """Return a linear's inputs rounded to the format, with dynamic scales per token or per block.
+def activations(inputs: Tensor, args: QuantizationArgs, calibrated: Tensor | None = None) -> Tensor:
+    """Return a linear's inputs rounded to the format, with dynamic scales per token or per block, or a stored one.
 
     Args:
         inputs: (..., I); the result has the same shape and dtype.
         args: of the format's activations.
-        global_scale: (1,), calibrated, for NVFP4.
+        calibrated: (1,), a static scale, or NVFP4's global one; see `calibrated_scale`.
 
     Source: compressed-tensors 0.19, forward_quantize.
     """
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 
+    if is_static(args):
+        return _under_static_scale(inputs.detach(), args, calibrated)
     tokens = inputs.detach().reshape(1, -1, inputs.shape[-1])  # the library reads two dimensions as batch and token
     if args.strategy == "token":
         scale = _qparams(tokens.amin(-1, keepdim=True), tokens.amax(-1, keepdim=True), args)
     else:
-        scale, _ = compute_dynamic_scales_and_zp(tokens, args, None, global_scale=global_scale)
-    rounded = presets.library().fake_quantize(tokens, scale, None, args, global_scale=global_scale)
+        scale, _ = compute_dynamic_scales_and_zp(tokens, args, None, global_scale=calibrated)
+    rounded = presets.library().fake_quantize(tokens, scale, None, args, global_scale=calibrated)
     return rounded.reshape(inputs.shape).to(inputs.dtype)
+
+
+def _under_static_scale(inputs: Tensor, args: QuantizationArgs, scale: Tensor) -> Tensor:
+    """Return inputs rounded under one stored scale, as compressed-tensors does, and clipped to the format's ends.
+
+    Its function copies these ends to the device in each call, which a CUDA graph cannot hold.
+    """
+    import torch
+
+    scale = scale.to(inputs.dtype)  # as when a checkpoint is loaded in a narrower dtype
+    ratios = inputs / scale
+    if args.type == "float":
+        end = torch.finfo(torch.float8_e4m3fn).max
+        codes = ratios.clamp(-end, end).to(torch.float8_e4m3fn).to(inputs.dtype)
+    else:
+        codes = ratios.clamp(-128, 127).round()
+    return codes * scale
+
+
+def is_static(args: QuantizationArgs) -> bool:
+    """Return whether activations are rounded under one calibrated scale, which is all that their rounding needs."""
+    return args.dynamic is False
+
+
+def is_calibrated(args: QuantizationArgs | None) -> bool:
+    """Return whether activations are scaled by something that has to be calibrated on texts."""
+    return args is not None and args.dynamic in (False, "local")
+
+
+def calibrated_scale(largest: Tensor, args: QuantizationArgs) -> Tensor:
+    """Return the scale of a tensor of activations, (1,) float32, from its largest |x|.
+
+    Static: largest / 448 in FP8, largest / 127.5 in INT8; a value beyond `largest` is clipped to the format's end.
+    NVFP4: its global scale.
+    """
+    largest = largest.float().reshape(1)
+    return _qparams(-largest, largest, args).reshape(1) if is_static(args) else global_scale(largest)
 
 
 def global_scale(largest: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class QATLinear(nn.Linear):
     """A linear that multiplies by Q(W); `attach` makes it by swapping the class of an `nn.Linear`."""
 
     fold: Fold  # shared by the linears that share a global scale
-    input_global_scale: Tensor | None  # (1,) float32; NVFP4 W4A4 alone
+    input_global_scale: Tensor | None  # (1,) float32, calibrated: of all inputs; as `rounding.calibrated_scale`
 
     @property
     def effective_weight(self) -> Tensor:

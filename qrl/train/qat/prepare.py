@@ -171,7 +171,7 @@ def calibrate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> dict[st
         batches: keyword arguments of the model: input_ids and attention_mask, (B, L); padding does not count.
 
     Returns:
-        Linear's name → global scale, for `set_activation_scales`.
+        Linear's name → its static scale, or NVFP4's global one, for `set_activation_scales`.
     """
     largest: dict[str, Tensor] = {}
 
@@ -187,9 +187,11 @@ def calibrate(model: nn.Module, batches: Sequence[dict[str, Tensor]]) -> dict[st
             model(**batch, use_cache=False)
 
     scales = {}
+    calibrated = _calibrated(model)
     for path, value in largest.items():
         # NaN stays, and is refused below: compressed-tensors would give it the scale 1.
-        scale = value if value.isnan() else rounding.global_scale(value)
+        args = calibrated[path].fold.scheme.input_activations
+        scale = value if value.isnan() else rounding.calibrated_scale(value, args)
         scales[path] = float(scale)
     set_activation_scales(model, scales)
     return scales
@@ -227,7 +229,7 @@ def _attached(model: nn.Module) -> dict[str, QATLinear]:
 def _calibrated(model: nn.Module) -> dict[str, QATLinear]:
     """Return the linears that have a calibrated scale of their inputs."""
     attached = _attached(model).items()
-    return {path: module for path, module in attached if linears.is_calibrated(module.fold.scheme)}
+    return {path: module for path, module in attached if rounding.is_calibrated(module.fold.scheme.input_activations)}
 
 
 def state(model: nn.Module) -> dict[str, Iterator[tuple[str, Tensor]]]:
