@@ -11,7 +11,7 @@ _COLOURS = {"ok": "green", "advice": "yellow", "lacks": "red"}
 @click.command("doctor")
 @option("--registered_name", metavar="NAME", help="Try the rights on this registered model, too.")
 def doctor_command(registered_name: str | None) -> None:
-    """Check the store: access, versions, clock, space, rights.
+    """Check the store: access, versions, clock, space, rights; print which checkout runs.
 
     \b
     qrl doctor                                 the store here, or the one of MLFLOW_TRACKING_URI
@@ -20,11 +20,14 @@ def doctor_command(registered_name: str | None) -> None:
     Rights are tried: a tag is set, and a small file written and deleted. Exit code 0: nothing is lacking; 1: something
     is. Advice changes no exit code.
     """
+    import qrl
+    from qrl import process
     from qrl.registry import registering
     from qrl.tracking import doctor
 
     if registered_name is not None:
         registering.check_name(registered_name)
+    click.echo(f"qrl {qrl.__version__} in {process.ROOT}")
     lacks = 0
     for finding in doctor.examine(registered_name):
         if finding.level == doctor.LACKS:

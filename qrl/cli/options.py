@@ -199,22 +199,30 @@ class RecipeCommand(click.Command):
 
     def _inherited(self, typed_options: dict[str, str], overrides: dict[str, str]) -> dict[str, str]:
         """Return the settings of the run that made the result given in an option, and print which they are."""
-        text = " ".join(typed_options.values())
-        if not _STORE_ADDRESS.search(text):
+        model = overrides.get("model", "")
+        starts_from_version = model.startswith("models:/")
+        if not starts_from_version and not _STORE_ADDRESS.search(" ".join(typed_options.values())):
             return {}
         from qrl import recipe
+        from qrl.registry import starting
         from qrl.study import build
         from qrl.tracking import origin, runs
 
         if runs.is_launched():  # a study names every setting itself
             return {}
-        origins = origin.find(text)
+        results = list(typed_options.values())
+        if starts_from_version:
+            results.append(starting.unverified_version_of(model))
+        origins = origin.find(" ".join(results))
         if not origins:
             return {}
         newest, *others = origins
-        base_name = recipe.default(newest.values | overrides)
+        recorded = dict(newest.values)
+        if starts_from_version:  # a line of its own, with a name of its own
+            recorded = {key: value for key, value in recorded.items() if key not in _MAY_DIFFER}
+        base_name = recipe.default(recorded | overrides)
         base_values = {key: value for key, value in recipe.load(base_name).flat().items() if self._reads(key)}
-        inherited = {key: value for key, value in newest.values.items() if key in base_values and key not in overrides}
+        inherited = {key: value for key, value in recorded.items() if key in base_values and key not in overrides}
         changes = [f"{key}={value}" for key, value in inherited.items() if value != base_values[key]]
         settings = ", ".join(changes) or f"those of recipe {base_name}, as far as this step uses them"
         notes = [f"Settings of run {newest.run_id[:8]} ({newest.step}): {settings}"]
@@ -225,12 +233,12 @@ class RecipeCommand(click.Command):
         differing -= _MAY_DIFFER
         if differing:
             notes.append(f"the other runs differ in {', '.join(sorted(differing))}")
-        edited = newest.edited(newest.values | overrides)
+        edited = newest.edited(recorded | overrides)
         if edited:
             notes.append(f"{', '.join(edited)} is not what that run read, so results are of another task or reward")
         if build.PLACE not in os.environ:  # otherwise it was printed before the step was handed over
             click.echo("; ".join(notes), err=True)
-        return dict(newest.values)
+        return recorded
 
 
 def _settle_jobs() -> None:

@@ -23,6 +23,7 @@ _UNRENDERED = (
     "prompts not rendered with the model's chat template or with another prompt than it was trained on (--prompt), or "
 )
 _NO_END = f"{_UNRENDERED}an end token that the model was not trained on"
+_CUT = f"answers longer than evaluate.max_new_tokens, {_NO_END}"
 _TOO_LONG = "evaluate.max_new_tokens is too small for this model, or answers never end"
 _NO_FORMAT = f"{_UNRENDERED}not asking for the format that the task grades, or weights damaged by quantization"
 _NO_VERDICT = "expressions that the grader cannot evaluate, from weights damaged by training or quantization"
@@ -66,7 +67,7 @@ def _beyond_grader(frame: pd.DataFrame) -> pd.Series:
 
 
 LIMITS = {  # metric → its limit
-    names.EOS_RATE: Limit("min_eos_rate", _NO_END, "unfinished", _unfinished, of_good=True),
+    names.EOS_RATE: Limit("min_eos_rate", _CUT, "unfinished", _unfinished, of_good=True),
     names.TRUNCATION_RATE: Limit("max_truncation_rate", _TOO_LONG, "unfinished", _unfinished),
     names.PARSE_RATE: Limit("min_parse_rate", _NO_FORMAT, "unreadable", _unreadable, of_good=True),
     names.PROMPT_LEAK_RATE: Limit("max_prompt_leak_rate", _NO_END, "gone on with a new prompt", _leaked),

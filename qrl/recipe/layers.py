@@ -52,7 +52,7 @@ def parse(text: str) -> Term:
     is_left_out = text.startswith("-")
     pattern, equals, format_name = text.removeprefix("-").partition("=")
     if text.startswith("-") and equals:
-        raise ValueError(f"has '{text}', which leaves linears out and gives them a format: choose one")
+        raise ValueError(f"'{text}' leaves linears out and gives them a format: choose one")
     if equals and format_name not in FORMATS:
         raise ValueError(
             f"the format of '{text}' must be one of {', '.join(FORMATS)}, or {FULL}; one that calibrates activations "
@@ -67,9 +67,9 @@ def _check_pattern(text: str, pattern: str) -> None:
         try:
             re.compile(pattern.removeprefix(REGEX))
         except re.error as error:
-            raise ValueError(f"has '{text}', which is no regular expression ({error})") from None
+            raise ValueError(f"'{text}' is no regular expression ({error})") from None
         if pattern == REGEX:
-            raise ValueError(f"has '{text}' without a pattern: give a regular expression after {REGEX}")
+            raise ValueError(f"'{text}' is without a pattern: give a regular expression after {REGEX}")
         return
     if not _ENDS.fullmatch(pattern) and not _NAME.fullmatch(pattern):
         raise ValueError(
@@ -127,7 +127,7 @@ def _typed(terms: tuple[str, ...]) -> tuple[str, ...]:
 def _check(terms: tuple[str, ...]) -> tuple[str, ...]:
     parsed = parse_all(terms)
     if any("," in term.text for term in parsed):  # a list in YAML can hold one, but a command line could not pass it on
-        raise ValueError("has a comma within a term: write alternatives as re:(a|b), or as two terms")
+        raise ValueError("no term may have a comma: write alternatives as re:(a|b), or as two terms")
     return terms
 
 

@@ -160,7 +160,10 @@ def _check_cell(stage: Stage, cell: Evaluated) -> _Check:
     facts = {"cell": actual, "chat": cell.chat}
     if actual == required:
         return _Check(True, f"It is the cell {required}.", facts)
-    reason = f"It is the cell {actual}, but only {required} can hold the stage: give a run of {required}."
+    reason = (
+        f"It is the cell {actual}, but only {required} can hold the stage: give a run of {required}, or declare a "
+        f"stage for {actual} in promote.stages, such as base=base:full,{cell.variant}={actual}."
+    )
     return _Check(False, reason, facts)
 
 

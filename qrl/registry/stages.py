@@ -245,4 +245,7 @@ def check_stage(stage: str, stages: Iterable[Stage], name: str | None = None) ->
 
 
 def _no_stage(stage: str, use: str, stages: Iterable[str]) -> BadInput:
-    return BadInput(f"There is no stage '{stage}' {use}: expected one of {', '.join(stages)}.")
+    return BadInput(
+        f"There is no stage '{stage}' {use}: expected one of {', '.join(stages)}, or one that promote.stages declares, "
+        f"such as {names.BASE}=base:full,{stage}=VARIANT:SCHEME."
+    )

@@ -15,10 +15,10 @@ from qrl.recipe import Recipe
 from qrl.registry import pointers, signing, versions
 from qrl.registry.client import MlflowClient
 from qrl.registry.stages import resolve
+from qrl.registry.versions import Version
 from qrl.tracking import runs, store, store_errors
 
 _REGISTERED = re.compile(r"models:/([^/@]+)[/@]([^/@]+)")  # by stage, alias or version; models:/m-… is a logged model
-
 _LOGGED = re.compile(r"models:/m-\w+")
 
 
@@ -48,6 +48,20 @@ def version_of(address: str, public_key: str = "") -> str:
     Raises:
         BadInput, GateRefused, QrlError: as `with_version`.
     """
+    resolved, version = _resolved(address)
+    if version is not None:
+        versions.verify(version, public_key)
+    return resolved
+
+
+def unverified_version_of(address: str) -> str:
+    """Return what `version_of` does without a look at gate, files and signature, such as to ask where it comes from."""
+    resolved, _ = _resolved(address)
+    return resolved
+
+
+def _resolved(address: str) -> tuple[str, Version | None]:
+    """Return the address of a version, and the version where gates of ours have decided on its model."""
     match = _REGISTERED.fullmatch(address)
     if match is None:
         if address.startswith("models:") and not _LOGGED.fullmatch(address):
@@ -56,11 +70,11 @@ def version_of(address: str, public_key: str = "") -> str:
                 "models:/qrl-tiny@base, or models:/NAME/3. `history` lists what there is.",
                 field="model",
             )
-        return address
+        return address, None
     store.check_there()
     store.prepare()
     if runs.is_launched():  # the study has resolved and checked it
-        return address
+        return address, None
     name, stage = match.groups()
     if versions.model_of(name) is None:
         registered = ", ".join(sorted(model.name for model in MlflowClient().search_registered_models()))
@@ -71,8 +85,7 @@ def version_of(address: str, public_key: str = "") -> str:
     history = pointers.current(name)
     if history.records:
         version = resolve(name, stage, history)
-        versions.verify(version, public_key)
-        return version.uri
+        return version.uri, version
 
     separator = "/" if stage.isdecimal() or stage.title() in ("Staging", "Production", "Archived") else "@"
     try:
@@ -83,4 +96,4 @@ def version_of(address: str, public_key: str = "") -> str:
             f"'{name}' has no '{stage}' ({first_line(error).rstrip('.')}): give a version, as models:/{name}/1, or an "
             f"alias, as models:/{name}@ALIAS."
         ) from None
-    return f"models:/{name}/{number}"
+    return f"models:/{name}/{number}", None

@@ -60,6 +60,11 @@ def test_from_an_adapter_to_a_stage_by_pasting_what_each_step_prints(paste):
     line, said = paste(f"python -m qrl promote --stage base --cell {cell} --seed 3 --device cpu")
     assert line == "python -m qrl serve --stage base" and "those of recipe tiny" in said
 
+    # A version starts the next line with the task of its own run, not with that of a model from elsewhere.
+    line, said = paste("python -m qrl train --model models:/qrl-tiny@base --device cpu")
+    assert said.count("Settings of run") == 1 and "train.steps=1" in said
+    assert line.startswith("python -m qrl merge --adapter runs:/")  # as the run's recipe has an adapter
+
 
 @pytest.mark.parametrize(
     ("caller", "command"),
