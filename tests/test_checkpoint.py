@@ -43,6 +43,7 @@ def test_a_whole_checkpoint_is_described(folder):
         ({"hidden_size": "big"}, "hidden_size = 'big', but a whole number above 0"),
         ({"num_attention_heads": 0}, "num_attention_heads = 0, but a whole number above 0"),
         ({"num_key_value_heads": True}, "num_key_value_heads = True, but a whole number above 0"),
+        ({"model_type": []}, r"model_type = \[\], but a name was expected"),
     ],
 )
 def test_a_configuration_of_another_model_is_refused(folder, changes, says):

@@ -32,9 +32,14 @@ def check(file: Path, settings: Mapping[str, Any], tensors: Mapping[str, Entry])
         tensors: of the checkpoint, by name.
 
     Raises:
-        BadInput: a size is not a whole number above 0, differs from the weights' or is no model's, or attention is to
-            be computed by code from the hub.
+        BadInput: `model_type` is no name, a size is not a whole number above 0, differs from the weights' or is no
+            model's, or attention is to be computed by code from the hub.
     """
+    model_type = settings.get("model_type")
+    if not isinstance(model_type, str | None):
+        raise BadInput(
+            f"{file} says model_type = {model_type!r}, but a name was expected: copy it from the model again."
+        )
     for key in _SIZES:
         value = settings.get(key)
         if value is not None and (type(value) is not int or value < 1):
