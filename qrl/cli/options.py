@@ -204,7 +204,6 @@ class RecipeCommand(click.Command):
         if not starts_from_version and not _STORE_ADDRESS.search(" ".join(typed_options.values())):
             return {}
         from qrl import recipe
-        from qrl.registry import starting
         from qrl.study import build
         from qrl.tracking import origin, runs
 
@@ -212,6 +211,8 @@ class RecipeCommand(click.Command):
             return {}
         results = list(typed_options.values())
         if starts_from_version:
+            from qrl.registry import starting
+
             results.append(starting.unverified_version_of(model))
         origins = origin.find(" ".join(results))
         if not origins:
