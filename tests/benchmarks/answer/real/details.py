@@ -4,7 +4,7 @@ import itertools
 import math
 
 import summary
-from evidence import BASE, FULL, GRPO, SEEN, SFT, accuracy_kept, compare, gain_kept, of_one_seed
+from evidence import BASE, FULL, GRPO, SEEN, SFT, accuracy_kept, gain_kept, of_one_seed
 from study import (
     NAMED,
     OUTPUT_MEASURE,
@@ -28,6 +28,7 @@ from summary import (
     NONE,
     PRIMARY,
     RTN_INT4,
+    SAME_RATE,
     SCHEMES,
     answer,
     given_back,
@@ -45,7 +46,7 @@ def parts(study: Study) -> list[str]:
         *_by_seed(study),
         *_by_scheme(study),
         *_beside_sft(study),
-        *_other_rates(study),
+        *_other_rate(study),
         *_lora(study),
         *_in_four_bits(study),
         *_calibration(study),
@@ -119,19 +120,23 @@ def _lengths(study: Study) -> str:
     return f"Mean tokens of an answer at full precision: {joined(listed)}." if listed else ""
 
 
-def _other_rates(study: Study) -> list[str]:
-    """Return GRPO beside SFT at other learning rates, where these were quantized under seeds of the study."""
-    variants = sorted({variant for variant, _ in study.evidence.cells if variant.startswith(f"{SFT}-")})
-    found = {variant: compare(study.evidence, GRPO, variant, PRIMARY) for variant in variants}
-    clauses = [
-        f"`{variant}` {interval(each.points)} points, ratio {ratio_text(each.ratio)} "
-        f"({seeds_text(each.seeds, bare=True)})"
-        for variant, each in found.items()
-        if each is not None
-    ]
-    if not clauses:
+def _other_rate(study: Study) -> list[str]:
+    """Return GRPO beside SFT at GRPO's learning rate, where it was quantized under seeds of the study."""
+    tests = study.tested(GRPO, SAME_RATE)
+    if not tests:
         return []
-    return [f"**SFT at other rates.** GRPO minus SFT under `{PRIMARY}`, uncorrected: {joined(clauses)}."]
+    rows = []
+    for scheme, each in tests.items():
+        shares = [share_or_undefined(accuracy_kept(study.evidence, variant, scheme)) for variant in (SAME_RATE, GRPO)]
+        both = (interval(each.value.points), ratio_text(each.value.ratio), answer(each))
+        rows.append([scheme, difference_text(study.cost(SAME_RATE, scheme)), *shares, *both])
+    head = ("scheme", f"loss of {SAME_RATE}", f"accuracy kept: {SAME_RATE}", "grpo", "points", "ratio", "answer")
+    known = study.evidence.accuracy((SAME_RATE, FULL))
+    sentences = (
+        f"**SFT at GRPO's learning rate** ({seeds_text(next(iter(tests.values())).value.seeds, bare=True)}). Its "
+        f"accuracy at full precision is {rate(known)}. Points and ratio are those of GRPO beside it."
+    )
+    return [sentences, "\n".join(table(head, rows))]
 
 
 def _lora(study: Study) -> list[str]:
@@ -291,7 +296,11 @@ def _gsm8k(study: Study) -> list[str]:
         return []
     lines = summary.accuracies(study.words, "GSM8K")[2:] + summary.losses(study.words, "GSM8K")[2:]
     shown = "\n".join(lines).strip().split("\n\n")
-    return ["**GSM8K.** RL began with the model after SFT, here `base`. Accuracy, then loss.", *shown]
+    sentences = (
+        "**GSM8K** (exploratory). RL began with the model after SFT, here `base`. n = 1,319 a seed. By design "
+        "gain survival is not judged there. Accuracy, then loss."
+    )
+    return [sentences, *shown]
 
 
 def _health(study: Study) -> list[str]:

@@ -1,4 +1,4 @@
-"""The real model's figure: what each scheme costs the base, SFT's and GRPO's model, in points and as a share kept."""
+"""The real model's figure: what each scheme costs the base and trained models, in points and as a share kept."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -7,16 +7,16 @@ from typing import NamedTuple
 import numpy as np
 from evidence import BASE, FULL, GRPO, SFT, accuracy_kept
 from study import MODEL, NAMED, Study
-from summary import PRIMARY, RTN_INT4, SCHEMES
+from summary import PRIMARY, RTN_INT4, SAME_RATE, SCHEMES
 
 from qrl import names
 from qrl.figures import canvas as drawing
 from qrl.stats import Estimate
 
-COLOURS = {BASE: drawing.GREY, SFT: drawing.ORANGE, GRPO: drawing.BLUE}
-MARKERS = {BASE: "s", SFT: "D", GRPO: "o"}  # colour is not the only cue
-STEP = 0.28  # between the variants of a scheme
-ABOVE = 0.12  # from a mean to its seeds
+COLOURS = {BASE: drawing.GREY, SFT: drawing.ORANGE, SAME_RATE: drawing.RED, GRPO: drawing.BLUE}
+MARKERS = {BASE: "s", SFT: "D", SAME_RATE: "^", GRPO: "o"}  # colour is not the only cue
+STEP = 0.23  # between the variants of a scheme
+ABOVE = 0.1  # from a mean to its seeds
 GROUPS = {  # of schemes, from the top
     "4 bits": (PRIMARY, RTN_INT4, names.NVFP4A16, names.AWQ_CT, names.GPTQ),
     "8 bits": (names.INT8, names.FP8),
@@ -58,7 +58,7 @@ def draw(study: Study, title: str, out: Path) -> None:
             100.0,
         ),
     )
-    figure = Figure(figsize=(10.5, 1.9 + 0.52 * max(places.values())), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(10.5, 1.9 + 0.62 * max(places.values())), layout="constrained", facecolor="white")
     axes = figure.subplots(1, 2, sharey=True)
     for axis, panel in zip(axes, panels, strict=True):
         drawing.dress(axis)
@@ -67,14 +67,24 @@ def draw(study: Study, title: str, out: Path) -> None:
     axes[0].set_yticks(list(places.values()), labels, size=11)
     axes[0].set_ylim(max(places.values()) + 0.55, -0.55)
     _name_groups(axes[1], places)
-    axes[0].legend(ncols=3, fontsize=11, handletextpad=0.1, columnspacing=1.2, **drawing.LEGEND)
+    marks, labels = axes[0].get_legend_handles_labels()
+    half = -(-len(marks) // 2)  # all of them are wider than a panel
+    for axis, part in zip(axes, (slice(half), slice(half, None)), strict=True):
+        axis.legend(marks[part], labels[part], ncols=2, fontsize=11, handletextpad=0.1, **drawing.LEGEND)
     counts = sorted(set(study.evidence.asked((GRPO, FULL)).values()))
     n = " to ".join(f"{count:,}" for count in dict.fromkeys((counts[0], counts[-1])))
     note = (
-        f"{MODEL}, sums, n = {n} questions a seed. Large marks: means of {len(study.seeds)} seeds with 95 % intervals "
-        "over seeds and questions; ticks above them: single seeds."
+        f"{MODEL}, sums, n = {n} questions a seed. Large marks: means of {_seeds(study)} seeds with 95 % intervals "
+        "over seeds and questions; ticks: single seeds."
     )
     drawing.finish(figure, title, note, out)
+
+
+def _seeds(study: Study) -> str:
+    """Return how many seeds the variants have under the primary scheme."""
+    cells = [(variant, PRIMARY) for variant in COLOURS]
+    counts = sorted({len(study.evidence.seeds[cell]) for cell in cells if cell in study.evidence.seeds})
+    return " or ".join(map(str, counts))
 
 
 def _places(present: set[str]) -> dict[str, float]:
@@ -92,7 +102,9 @@ def _places(present: set[str]) -> dict[str, float]:
 def _draw(axis, panel: Panel, study: Study, places: Mapping[str, float]) -> None:
     for place in list(places.values())[::2]:
         axis.axhspan(place - 0.5, place + 0.5, color=drawing.GRID, alpha=0.45, lw=0, zorder=0)
-    for shift, variant in zip((-STEP, 0.0, STEP), (BASE, SFT, GRPO), strict=True):
+    variants = [variant for variant in COLOURS if (variant, FULL) in study.evidence.cells]
+    for position, variant in enumerate(variants):
+        shift = STEP * (position - (len(variants) - 1) / 2)
         label: str | None = NAMED[variant]
         for scheme, place in places.items():
             value = panel.value(variant, scheme)

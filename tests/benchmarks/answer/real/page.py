@@ -7,6 +7,7 @@ still true sentences. `../report.py` writes the page. Import it as `real.page`: 
 import itertools
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
@@ -21,6 +22,7 @@ from study import (
     OF_OUTPUTS,
     OUTPUT_MEASURE,
     PARAMETERS,
+    RATE,
     STORED,
     Study,
     code,
@@ -42,6 +44,7 @@ from summary import (
     PRIMARY,
     RATIO_MARGIN,
     RTN_INT4,
+    SAME_RATE,
     SCHEMES,
     FourBits,
     Outcome,
@@ -55,7 +58,6 @@ from qrl import names
 from qrl.stats import Estimate, signed
 from qrl.stats.text import interval, percent_interval
 
-PLANNED_SEEDS = {6: "seed 6"}  # of the last lease
 FOUR_BITS = (*summary.PLANNED, RTN_INT4, names.NVFP4A16)
 
 
@@ -90,6 +92,8 @@ def title(study: Study) -> str:
     if PRIMARY not in tests:
         return sentences
     shown = outcome(tests[PRIMARY])
+    if _is_of_the_rate(study):
+        return f"{sentences}. SFT at RL's learning rate is not shown to keep more, at ten times that rate far more"
     words = {1: "less", -1: "more"}
     if shown.both:
         return f"{sentences}. After SFT it keeps {words[shown.both]} than after RL, on both scales"
@@ -210,7 +214,7 @@ def _numbered(findings: Iterable[str]) -> list[str]:
 
 
 def _training(study: Study) -> str:
-    """Say whether SFT changes what quantization costs as GRPO does."""
+    """Say whether SFT changes what quantization costs as GRPO does, at its own learning rate and at GRPO's."""
     tests = study.tested(GRPO, SFT)
     if PRIMARY not in tests:
         return f"**RL, or any training?** SFT was not evaluated under `{PRIMARY}`."
@@ -219,12 +223,87 @@ def _training(study: Study) -> str:
     shares = {variant: accuracy_kept(study.evidence, variant, PRIMARY) for variant in (SFT, GRPO)}
     points = f"{interval(value.points)} points ({p_value(tested.p_points)})"
     ratio = f"ratio {ratio_text(value.ratio)} ({p_value(tested.p_ratio)})"
-    sentences = (
-        f"**{_about_training(shown, tested)}.** Under `{PRIMARY}` SFT's model keeps {share_text(shares[SFT])} of its "
-        f"accuracy, GRPO's {share_text(shares[GRPO])}: {points}, {ratio}, {seeds_text(value.seeds, bare=True)}. "
-        f"{_groups(tests)}"
+    planned = (
+        f"Under `{PRIMARY}` SFT's model keeps {share_text(shares[SFT])} of its accuracy, GRPO's "
+        f"{share_text(shares[GRPO])}: {points}, {ratio}, {seeds_text(value.seeds, bare=True)}."
     )
-    return f"{sentences} {_not_separated(study)}".rstrip()
+    if PRIMARY in study.tested(GRPO, SAME_RATE):
+        return f"**{_about_rate(study, shown, tested)}.** {planned} {_at_same_rate(study)}"
+    return f"**{_about_training(shown, tested)}.** {planned} {_groups(tests)} {_not_separated(study)}".rstrip()
+
+
+def _about_rate(study: Study, planned: Outcome, tested: Tested) -> str:
+    """Return what the comparisons with SFT at two learning rates say together, in one clause."""
+    if planned.both < 0 and outcome(study.tested(GRPO, SAME_RATE)[PRIMARY]).both < 0:
+        return "Not any training costs as much: after SFT the same scheme costs less, also at GRPO's learning rate"
+    if _is_of_the_rate(study):
+        return (
+            "Not RL as such: SFT at GRPO's learning rate is under no scheme shown to cost less than RL; at ten times "
+            "that rate it costs far less"
+        )
+    return _about_training(planned, tested)
+
+
+def _is_of_the_rate(study: Study) -> bool:
+    """Return whether SFT costs less than GRPO at its own learning rate, and under no scheme at GRPO's."""
+    pairs = ((GRPO, SFT), (SFT, SAME_RATE))
+    planned, two_rates = (study.tested(*pair).get(PRIMARY) for pair in pairs)
+    at_same_rate = [outcome(each) for each in study.tested(GRPO, SAME_RATE).values()]
+    if planned is None or two_rates is None or not at_same_rate:
+        return False
+    is_worse = any(each.points < 0 or each.ratio < 0 for each in at_same_rate)
+    return outcome(planned).both < 0 and outcome(two_rates).both > 0 and not is_worse
+
+
+def _at_same_rate(study: Study) -> str:
+    """Say what SFT at GRPO's learning rate costs, and what the rate alone changes."""
+    tests = study.tested(GRPO, SAME_RATE)
+    rates = {variant: study.setting(variant, RATE) for variant in (SFT, SAME_RATE)}
+    named = f"SFT at GRPO's learning rate, {_power(rates[SAME_RATE])}" if rates[SAME_RATE] else "SFT at GRPO's rate"
+    tested = tests[PRIMARY]
+    kept = share_text(accuracy_kept(study.evidence, SAME_RATE, PRIMARY))
+    sentences = (
+        f"**{named}** (exploratory, {seeds_text(tested.value.seeds, bare=True)}), keeps {kept}; GRPO − SFT is then "
+        f"{interval(tested.value.points)} points ({p_value(tested.p_points)}), ratio {ratio_text(tested.value.ratio)} "
+        f"({p_value(tested.p_ratio)}). {_clauses_by_outcome(tests)}"
+    )
+    two_rates = study.tested(SFT, SAME_RATE).get(PRIMARY)
+    if two_rates is not None and rates[SFT]:
+        sentences += (
+            f" So the rate alone, {_power(rates[SFT])} instead of {_power(rates[SAME_RATE])}, changes SFT's loss by "
+            f"{interval(_negative(two_rates.value.points))} ({p_value(two_rates.p_points)})."
+        )
+    return f"{sentences} {_moved(study)} GRPO at SFT's rate was not run."
+
+
+def _clauses_by_outcome(tests: Mapping[str, Tested]) -> str:
+    """Say under which schemes GRPO's model is shown to quantize less or more cleanly than another one."""
+    shown = {scheme: outcome(each) for scheme, each in tests.items()}
+    less = [scheme for scheme, each in shown.items() if each.points < 0 or each.ratio < 0]
+    more = [scheme for scheme, each in shown.items() if each.points > 0 or each.ratio > 0]
+    within = [scheme for scheme, each in shown.items() if each.within]
+    clauses = [f"less cleanly under {code(less) if less else f'none of {len(tests)} schemes'}"]
+    clauses += [f"more cleanly under {code(more)} on one scale or both"] if more else []
+    text = f"GRPO's model is shown to quantize {'; '.join(clauses)}"
+    return f"{text}; the two differ by less than the margin under {code(within)}." if within else f"{text}."
+
+
+def _moved(study: Study) -> str:
+    """Say how many of the stored weights each training moved."""
+    named = {GRPO: "GRPO", SAME_RATE: "SFT at its rate", SFT: "the other SFT", LORA: "LoRA (also RL)"}
+    shares = {variant: study.moved(variant) for variant in named}
+    if not all(shares.values()):
+        return ""
+    listed = joined(f"{named[variant]} {share}" for variant, share in shares.items())
+    sentences = f"Of the stored weights, training moved: {listed}."
+    lora = study.tested(LORA, GRPO).get(PRIMARY)
+    if lora is None or outcome(lora).points or outcome(lora).ratio:
+        return sentences
+    return f"{sentences} LoRA's model is not shown to lose less than GRPO's, so that share does not decide alone."
+
+
+def _negative(value: Estimate) -> Estimate:
+    return replace(value, estimate=-value.estimate, low=-value.high, high=-value.low)
 
 
 def _about_training(shown: Outcome, tested: Tested) -> str:
@@ -265,7 +344,7 @@ def _groups(tests: Mapping[str, Tested]) -> str:
 
 def _not_separated(study: Study) -> str:
     """Say what differs between GRPO and SFT besides the algorithm: learning rate, and how many weights moved."""
-    rates = {variant: study.setting(variant, "train.learning_rate") for variant in (SFT, GRPO)}
+    rates = {variant: study.setting(variant, RATE) for variant in (SFT, GRPO)}
     if not all(rates.values()) or float(rates[SFT]) == float(rates[GRPO]):
         return ""
     shares = {variant: study.moved(variant) for variant in (SFT, GRPO)}
@@ -274,8 +353,6 @@ def _not_separated(study: Study) -> str:
         f"**Not separated yet**: SFT's learning rate was {_power(rates[SFT])}, GRPO's {_power(rates[GRPO])}{moved}. So "
         "the size of the update may matter, and not only its kind."
     )
-    if study.words is None:
-        sentences += " The last lease is to separate the two (exploratory)."
     lora, share = study.tested(LORA, SFT).get(PRIMARY), study.moved(LORA)
     if lora is None or not share or not outcome(lora).both:
         return sentences
@@ -394,10 +471,7 @@ def _scope(study: Study) -> str:
         "before the first run; p-values are Holm-corrected within a family of tests. Seeds 0 and 1, which led to the "
         "design, are left out. Nothing follows for larger models, longer answers or other tasks."
     )
-    if study.words is not None:
-        return sentences
-    pending = ["GSM8K", *(name for seed, name in PLANNED_SEEDS.items() if seed not in study.seeds)]
-    return f"{sentences} {joined(pending)} {'is' if len(pending) == 1 else 'are'} still to come, in a last lease."
+    return sentences
 
 
 def _contrast(study: Study, made: Findings) -> str:

@@ -15,7 +15,7 @@ import pandas as pd
 import summary
 import tables
 from evidence import BASE, GRPO, SEEN, Evidence, loss
-from summary import LORA, NONE, PRIMARY, SCHEMES, Tested
+from summary import LORA, NONE, PRIMARY, SAME_RATE, SCHEMES, Tested
 
 from qrl import names
 from qrl.errors import BadInput
@@ -26,7 +26,14 @@ MODEL, PARAMETERS, STORED = "SmolLM2-135M-Instruct", "135 M", "Q4_1"
 WIDTH = 140  # characters in a line of text
 OF_OUTPUTS = ("layer_error", "kl", "top1_agreement")  # measures of what a model says; the others are of its weights
 OUTPUT_MEASURE = OF_OUTPUTS[0]
-NAMED = {BASE: "the base", GRPO: "GRPO's model", names.SFT: "SFT's model", LORA: "LoRA's model"}
+RATE = "train.learning_rate"
+NAMED = {
+    BASE: "the base",
+    GRPO: "GRPO's model",
+    names.SFT: "SFT's model",
+    SAME_RATE: "SFT's model at GRPO's rate",
+    LORA: "LoRA's model",
+}
 
 
 @dataclass(frozen=True)
@@ -105,7 +112,11 @@ class Study:
         own = wide[wide[names.TAG_STEP].isin(["train", "merge"]) & ~wide["seed"].isin(map(str, SEEN))]
         own = own[own[names.TAG_TASK].fillna("").str.startswith("sums")]
         is_lora = own["train.method"].eq(LORA) | own[names.TAG_STEP].eq("merge")  # a store calls it grpo
-        return own.assign(variant=own[names.TAG_VARIANT].mask(is_lora, LORA))
+        variant = own[names.TAG_VARIANT].mask(is_lora, LORA)
+        if RATE in own:  # a store calls both of them sft
+            is_same_rate = variant.eq(names.SFT) & own[RATE].astype(float).eq(1e-5)
+            variant = variant.mask(is_same_rate, SAME_RATE)
+        return own.assign(variant=variant)
 
     def setting(self, variant: str, key: str) -> str:
         """Return a setting of a variant's trainings if all have the same; else nothing."""

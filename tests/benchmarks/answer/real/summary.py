@@ -49,6 +49,7 @@ SCHEMES = (  # of the design, in the tables' order
 )
 PLANNED, OTHERS = SCHEMES[:3], SCHEMES[3:]  # those of the hypotheses, and the exploratory ones
 METHODS = ("qat-int4", "qad-int4")
+SAME_RATE = "sft-1e-5"  # SFT at the learning rate of GRPO; the planned SFT has ten times that
 MARGIN, RATIO_MARGIN = 0.05, (0.90, 1.11)  # within which a difference counts as none
 SIGNIFICANT = 0.05
 TREATED = {
@@ -59,7 +60,7 @@ TREATED = {
 }
 HF = "hf"  # variant-hf: answered by transformers
 KEPT = "-keep-"  # variant-keep-PART: in NF4 but for the part
-ORDER = ("pretrained", BASE, SFT, GRPO, LORA, *METHODS)
+ORDER = ("pretrained", BASE, SFT, SAME_RATE, GRPO, LORA, *METHODS)
 MEASURES = {  # of a cell → its heading
     "layer_error": "error after the last layer",
     "relative_mse": "relative error of weights",
@@ -188,6 +189,9 @@ FAMILIES = (
     Family(f"Exploratory: other schemes, {GRPO} and {BASE}", GRPO, BASE, OTHERS),
     Family(f"Exploratory: other schemes, {GRPO} and {SFT}", GRPO, SFT, OTHERS),
     Family(f"Exploratory: {SFT} and {BASE}", SFT, BASE, SCHEMES),
+    Family(f"Exploratory: at one learning rate, {GRPO} and {SAME_RATE}", GRPO, SAME_RATE, SCHEMES),
+    Family(f"Exploratory: at two learning rates, {SFT} and {SAME_RATE}", SFT, SAME_RATE, SCHEMES),
+    Family(f"Exploratory: {SAME_RATE} and {BASE}", SAME_RATE, BASE, SCHEMES),
     Family(f"Exploratory: {LORA} and {BASE}", LORA, BASE, SCHEMES),
     Family(f"Exploratory: {LORA} and {GRPO}", LORA, GRPO, SCHEMES),
     Family(f"Exploratory: {LORA} and {SFT}", LORA, SFT, SCHEMES),
