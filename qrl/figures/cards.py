@@ -86,6 +86,8 @@ def heading(table: Mapping[str, Any], facts: Mapping[str, str]) -> str:
             f"{cells[trained]['accuracy']:.3f} after, a difference of {interval(delta)} on {cells[BASE]['n']:,} "
             "questions."
         )
+        if entry.get("seeds") == 1:
+            lead += " There is one training run, so no interval includes the variation between training seeds."
     return page.html("study_head", headline=headline(table), lead=lead, facts=facts)
 
 

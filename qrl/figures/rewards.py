@@ -10,7 +10,7 @@ from qrl.stats import LEVEL, quantile, signed
 
 # column → its name in the figure's title, and in its panel's
 MEASURES = {
-    "reward": ("Training reward", "mean reward (share right)"),
+    "reward": ("Training reward", "mean reward"),
     "loss": ("Divergence from the teacher", "divergence from the teacher (nats per token)"),
 }
 OF_STEPS = "Each step has questions of its own; what training gained is measured on held-out ones."

@@ -39,9 +39,10 @@ class Kept:
         if not self.share < HALF:
             return ""
         return (
-            f"Storing in {names.short(self.stored_in)} rounds {percent(1 - self.share)} of the update away: if the "
-            "trained variant answers like the base, this is why, and more questions do not help. To keep it, store in "
-            f"fp32 ({remedy}, and evaluate.dtype=fp32 where a GPU answers), or train longer or at a higher rate."
+            f"Storing in {names.short(self.stored_in)} rounds {percent(1 - self.share)} of the update away. Accuracies "
+            "are those of the stored weights, so they stay right; but if the trained variant answers like the base, "
+            f"this is why, and more questions do not help. To keep the whole update, store in fp32 ({remedy}, and "
+            "evaluate.dtype=fp32 where a GPU answers), or train longer or at a higher rate."
         )
 
 

@@ -27,6 +27,7 @@ COSTS = {  # folder → what its environment costs once; downloads take longer
     "verl": "minutes and more than 5 GB",
     "vllm_cpu": "a minute and 3.4 GB",
 }
+ON_CPU = "vllm_cpu"
 # Under `local` all steps share one environment; conda builds its own when a step begins.
 MANAGERS = ("uv", "virtualenv")
 LOG_LINES = 15  # shown if a build failed
@@ -155,5 +156,10 @@ def announce(recipe: Recipe, name: str = "") -> None:
     for step, choice in sorted(choices):
         folders = dict.fromkeys(folder for folder in places.FOLDERS.get((step, choice), ()) if folder)
         if folders:
-            costs = " or ".join(f"{COSTS[folder]}, log in {log(Path(folder))}" for folder in folders)
-            click.echo(f"      {choice} has its own environment, built beside training if missing: {costs}", err=True)
+            costs = ", or ".join(f"{COSTS[folder]}{' on a CPU' if folder == ON_CPU else ''}" for folder in folders)
+            logs = " or ".join(str(log(Path(folder))) for folder in folders)
+            click.echo(
+                f"      {choice} has an environment of its own, built beside training if it is missing: {costs}. "
+                f"Log: {logs}",
+                err=True,
+            )

@@ -117,6 +117,13 @@ def gates(recipe: Recipe, launcher: Launcher, refused: str) -> list[Gate]:
     return decisions
 
 
+def headline(launcher: Launcher) -> str:
+    """Return the study's finding in one clause: `The gain survives nf4; it is lost under awq`."""
+    from qrl.figures import cards
+
+    return cards.headline(_read_table(launcher))
+
+
 def description(launcher: Launcher, text: str, figures: list[str]) -> str:
     """Return the run's description: the finding and links first, since MLflow's UI folds it after a few lines.
 
@@ -125,13 +132,11 @@ def description(launcher: Launcher, text: str, figures: list[str]) -> str:
         text: the comparison's tables and verdicts.
         figures: names of the files in the folder of figures.
     """
-    from qrl.figures.cards import headline
-
     experiment = runs.opened(launcher.run_id).info.experiment_id
     artifacts = f"#/experiments/{experiment}/runs/{launcher.run_id}/artifacts"
     file_links = [f"[{file}]({artifacts}/{file})" for file in LINKED]
     figure_links = [f"[{Path(name).stem}]({artifacts}/{names.FIGURES}/{name})" for name in figures]
-    top = f"**{headline(_read_table(launcher))}.**\n\n{' · '.join(file_links)}\n\nFigures: {' · '.join(figure_links)}"
+    top = f"**{headline(launcher)}.**\n\n{' · '.join(file_links)}\n\nFigures: {' · '.join(figure_links)}"
     step_list = steps(launcher)
     if len(top) + len(text) + len(step_list) > MAX_DESCRIPTION:  # the tables stay whole; the sentences are in table.md
         tables = text.partition("## Verdict")[0]

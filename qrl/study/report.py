@@ -119,6 +119,7 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
         environment = f"source {shlex.quote(str(activate))}, before the commands below"
     artifacts = projects.artifact_location(launcher.run_id)
     lines = [
+        f"Answer      {page.headline(launcher)}",
         f"Artifacts   {artifacts}: {', '.join(page.LINKED)}, {names.FIGURES}/",
         f"Environment {environment}",
         *look(os.environ["MLFLOW_TRACKING_URI"], runs.page_of(launcher.run_id)),
@@ -130,7 +131,10 @@ def close(recipe: Recipe, launcher: Launcher, seconds: float, *, stage: str | No
             f"Serve       {process.command('serve', outcome.serve_options(name, stage))}",
         ]
     lines.append(f"Took        {seconds:.0f} s, {launcher.seconds:.0f} s of it in the steps that ran")
-    lines += [f"Decided     {gate.stage} {gate.decision}: {gate.reason}" for gate in gates]
+    passed = [gate.stage for gate in gates if gate.decision == "passed"]
+    if passed:
+        lines.append(f"Passed      {', '.join(passed)}: the reasons are above and on the page")
+    lines += [f"Decided     {gate.stage} {gate.decision}: {gate.reason}" for gate in gates if gate.stage not in passed]
     if refused:
         lines.append(
             "The study is complete, and its results stand. Since a gate refused a stage, it ends with exit code 3, "

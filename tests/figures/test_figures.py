@@ -462,10 +462,7 @@ def test_probes_are_drawn_over_steps_with_their_intervals(tmp_path, monkeypatch)
     figures.training(history, tmp_path / "with.png", probes=probes)
     figures.training(history, tmp_path / "without.png", probes=probes.head(0))
     titles = [[axes.get_title(loc="left") for axes in figure.axes] for figure in saved_figures]
-    assert titles == [
-        ["mean reward (share right)", "held-out accuracy (n = 96 probe questions; bars: 95 %)"],
-        ["mean reward (share right)"],
-    ]
+    assert titles == [["mean reward", "held-out accuracy (n = 96 probe questions; bars: 95 %)"], ["mean reward"]]
     points, (caps, bars) = saved_figures[0].axes[1].containers[0][0], saved_figures[0].axes[1].containers[0][1:]
     assert points.get_ydata().tolist() == [0.5, 0.6, 0.7] and len(caps) == 2 and len(bars[0].get_segments()) == 3
 
