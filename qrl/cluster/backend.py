@@ -82,6 +82,8 @@ def start(
         raise BadInput(f"{project} has no entry point '{entry}': expected one of {', '.join(sorted(entry_points))}.")
     cluster.check(entry_points, entry)
     is_ours = project == process.ROOT
+    if is_ours and entry in ("train", *config.STUDY):
+        _warn_of_idle_gpus(cluster, parameters)
     if is_ours and entry == "train":  # with the project that a study would submit
         ((_, project),) = _places(cluster, entry, parameters)
     if dry:
@@ -100,6 +102,11 @@ def start(
 
 def _places(cluster: config.Cluster, step: str, parameters: dict[str, str]) -> list[tuple[str, Path]]:
     """Return the jobs that a study makes of a step, as `places.of_step`, from the parameters that it is given."""
+    return places.of_step(step, *_recipe(cluster, parameters))
+
+
+def _recipe(cluster: config.Cluster, parameters: dict[str, str]) -> tuple[recipes.Recipe, str]:
+    """Return the recipe that parameters name, and the device that its steps will find."""
     typed = {key: text for key, text in parameters.items() if key in recipes.fields()}
     device = typed.get("device", "auto")
     if device == "auto":
@@ -107,7 +114,20 @@ def _places(cluster: config.Cluster, step: str, parameters: dict[str, str]) -> l
     name = parameters.get("recipe", recipes.DEFAULT)
     if name == recipes.DEFAULT:
         name = recipes.default(typed, device=device)
-    return places.of_step(step, recipes.load(name, typed), device)
+    return recipes.load(name, typed), device
+
+
+def _warn_of_idle_gpus(cluster: config.Cluster, parameters: dict[str, str]) -> None:
+    """Say that a training on one node would leave GPUs idle that it asks for."""
+    requested = cluster.resources("train")
+    recipe, _ = _recipe(cluster, parameters)
+    if requested.nodes > 1 or requested.gpus <= 1 or recipe.train.parallel != "none":
+        return
+    click.echo(
+        f"steps.train asks for {requested.gpus} GPUs, but this recipe trains on one: set train.parallel to ddp or "
+        "fsdp2, or gpus to 1.",
+        err=True,
+    )
 
 
 def _print_scripts(
@@ -131,6 +151,9 @@ def _print_scripts(
 def _print_script(job: jobs.Job, manager: str, part: str = "") -> None:
     """Print a job's script below a line that names the step, its part, and the environment that it runs in."""
     title = f"{job.entry} {part}".strip()
-    where = "" if job.project == process.ROOT else f", in the environment of projects/{job.project.name}"
+    where = ""
+    if job.project != process.ROOT:
+        relation = "with the packages" if manager == "local" else "in the environment"  # `local` builds none
+        where = f", {relation} of projects/{job.project.name}"
     click.echo(f"# ---- {title}{where} (--env-manager {manager})")
     click.echo(jobs.DRIVERS[job.cluster.driver]().script(job))

@@ -151,7 +151,7 @@ def shown(
         words = shlex.split(next(line for line in body.splitlines() if line.startswith("exec ")))
         folder = Path(words[words.index("--project") + 1]) if "--project" in words else None
         assert folder in (None, process.ROOT) or f"in the environment of projects/{folder.name} " in title
-        step = title.partition(", in the")[0].partition(" (--env")[0]
+        step = title.partition(" (--env")[0].partition(", in the")[0].partition(", with the")[0]
         found.append((step, folder and folder.name))
     return found
 
@@ -209,6 +209,26 @@ def test_a_training_is_submitted_in_the_environment_that_a_study_would_take(monk
     assert shown("train", {"train.steps": "2"}, capsys, nodes) == [("train", None)]
     with pytest.raises(BadInput, match="no recipe 'tinny'"):
         shown("train", {"recipe": "tinny"}, capsys)
+
+
+def test_gpus_that_a_training_would_leave_idle_are_told(monkeypatch, capsys):
+    monkeypatch.setattr(jobs.mlflow, "get_tracking_uri", lambda: SERVER)
+    eight = SLURM | {"steps": SLURM["steps"] | {"train": {"gpus": 8}}}
+    for entry, parameters, is_told in (
+        ("train", {"train.steps": "2"}, True),
+        ("main", {"recipe": "tiny"}, True),
+        ("train", {"train.parallel": "ddp"}, False),
+        ("diagnose", {}, False),
+    ):
+        backend.start(config.load(eight), process.ROOT, entry, parameters, "local", dry=True)
+        told = capsys.readouterr().err
+        assert ("steps.train asks for 8 GPUs, but this recipe trains on one" in told) == is_told
+
+
+def test_a_dry_run_says_which_packages_a_shared_environment_needs(monkeypatch, capsys):
+    monkeypatch.setattr(jobs.mlflow, "get_tracking_uri", lambda: SERVER)
+    backend.start(config.load(SLURM), process.ROOT, "main", {"recipe": "tiny"}, "local", dry=True)
+    assert "# ---- quantize awq, with the packages of projects/awq (--env-manager local)" in capsys.readouterr().out
 
 
 PYXIS = {"runtime": "pyxis", "image": "nvcr.io#nvidia/pytorch:25.10-py3", "mounts": ["/data", "/raid/hf:/hf:ro"]}
