@@ -106,6 +106,15 @@ def test_weights_alone_need_no_tokenizer(folder):
     assert checkpoint.check(folder, need_tokenizer=False).bytes > 0
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_pointer_of_git_lfs_is_told_from_a_truncated_file(folder, name):
+    size = (folder / name).stat().st_size
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize {size}\n"
+    (folder / name).write_text(pointer)
+    with pytest.raises(BadInput, match=rf"{re.escape(name)} is a pointer of Git LFS.*git lfs pull"):
+        checkpoint.check(folder)
+
+
 @pytest.mark.parametrize("left", [0, 4, 8, 300, -1])
 def test_a_truncated_file_is_reported_with_its_size(folder, left):
     file = folder / "model.safetensors"

@@ -59,6 +59,7 @@ _VOCABULARY_LIMITS = dict.fromkeys(("tokenizer.json", "vocab.*", "merges.txt", *
 _SIZE_LIMITS = {"*.jinja": 1, INDEX: 64, SCALES: 64, **_VOCABULARY_LIMITS, "*": 8}
 _PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _MAX_READERS = 16  # files hashed at once
+_POINTER, _MAX_POINTER = b"version https://git-lfs.github.com/spec/", 1024  # how a pointer begins; most bytes of one
 _UNSAFE = {".py": "Python code", ".bin": "pickled weights", **dict.fromkeys(_PICKLES, "a pickle")}
 
 
@@ -93,6 +94,7 @@ def check(path: Path | str, *, need_tokenizer: bool = True, need_chat_template: 
         raise BadInput(f"{folder} is not a folder: expected one with config.json, *.safetensors and a tokenizer.")
     if (folder / "adapter_config.json").is_file():
         raise BadInput(f"{folder} holds a PEFT adapter, not a model: merge it into its base with `merge` first.")
+    _refuse_pointers(folder)
     settings = config(folder)  # before the folder is searched: it may be any on the disk
     refuse_code(folder)
     entry_of = entries(folder)
@@ -356,6 +358,21 @@ def refuse_code(folder: Path) -> None:
             )
         if key in settings:
             raise BadInput(f"{folder / name} refers to other files ({key}), which no digest covers: delete this key.")
+
+
+def _refuse_pointers(folder: Path) -> None:
+    """Refuse a folder that git cloned without Git LFS: texts of a few lines stand there in place of large files."""
+    for pattern in ("*.safetensors", "*.json", "*.model"):
+        for file in folder.glob(pattern):
+            if not file.is_file() or file.stat().st_size > _MAX_POINTER:
+                continue
+            with _opened(file) as content:
+                start = content.read(len(_POINTER))
+            if start == _POINTER:
+                raise BadInput(
+                    f"{file} is a pointer of Git LFS, and not the file that it stands for: run `git lfs pull` in the "
+                    "clone that it came from."
+                )
 
 
 def _check_tokenizer(folder: Path, need_chat_template: bool) -> None:
