@@ -589,12 +589,13 @@ def test_the_page_begins_with_the_real_model_and_says_where_the_first_answer_dis
     text = report.write(folder, None, out, real)
     words = " ".join(text.split())
     assert text.startswith("# Does RL change how cleanly a model quantizes?") and text.count("\n# ") == 0
-    assert words.index("**It depends on the scale") < words.index(f"## {page.CONTRAST}")
+    assert words.index("it depends on the scale") < words.index(f"## {page.CONTRAST}")
     anchor = page.CONTRAST.lower().replace(":", "").replace(" ", "-")
-    assert f"**This disagrees with the first answer**, given on [models made here](#{anchor})" in words
+    assert f"**This differs from the first answer**, given on [models made here](#{anchor})" in words
     assert "“In four bits (gptq) RL changes what quantization costs by less than 0.02”" in words
     assert "Under `gptq` the answer on SmolLM2-135M-Instruct is: grpo and base differ by less than the margin" in words
-    assert "shown to differ from SFT's under none of 2 schemes; on SmolLM2-135M-Instruct under 1 of 2." in words
+    assert "shown to differ from SFT's under none of 2 schemes; on SmolLM2-135M-Instruct (SFT at the" in words
+    assert "planned rate) under 1 of 2." in words
     assert f"Made by `python tests/benchmarks/answer/report.py {folder} --real {real} --out DIR`." in words
     assert {path.name for path in out.iterdir()} == {
         *("page.md", "tables.md", "real.md", "excess.png", "bits.png", "real.png")

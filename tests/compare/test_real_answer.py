@@ -458,8 +458,8 @@ def study_of(grpo_nf4: tuple[float, ...], base_nf4: tuple[float, ...] = same(0.1
         (
             same(0.60),
             same(0.10),
-            "**It depends on the scale: after RL this model loses more accuracy in points, but keeps a larger share of "
-            "it.**",
+            "**Under `nf4` it depends on the scale: after RL this model loses more accuracy in points, but keeps a "
+            "larger share of it.**",
         ),
         (same(0.20), same(0.10), "**After RL this model quantizes less cleanly, on both scales.**"),
         (same(0.80), same(0.10), "**After RL this model quantizes more cleanly, on both scales.**"),
@@ -554,7 +554,11 @@ def test_gsm8k_and_a_further_seed_are_told_where_they_were_had(frame):
 @pytest.mark.parametrize(
     ("sft_nf4", "same_rate_nf4", "said"),
     [
-        (0.79, 0.55, "**Not RL as such: SFT at GRPO's learning rate is under no scheme shown to cost less than RL; at"),
+        (
+            0.79,
+            0.55,
+            "**At the same learning rate SFT's model loses no less: under no scheme is it found to lose less than",
+        ),
         (0.79, 0.78, "**Not any training costs as much: after SFT the same scheme costs less, also at GRPO's learning"),
         (0.60, 0.60, "**Not specific to RL: after SFT the same scheme costs as much, within the margin.**"),
     ],
@@ -570,9 +574,9 @@ def test_sft_at_the_learning_rate_of_rl_tells_the_rate_from_the_algorithm(sft_nf
     study = Study(pd.concat([study_of(same(0.60)).frame, answers]))
     text = told(study)
     assert said in text
-    assert f"keeps {100 * same_rate_nf4 / 0.80:.0f} % [" in text and "GRPO at SFT's rate was not run." in text
-    is_of_the_rate = "Not RL as such" in said
-    assert is_of_the_rate == ("not shown to keep more, at ten times that rate far more" in page.title(study))
+    assert f"keeps {100 * same_rate_nf4 / 0.80:.0f} % [" in text and "GRPO at that rate was not run." in text
+    is_of_the_rate = "loses no less" in said
+    assert is_of_the_rate == ("does no better, at ten times that rate far better" in page.title(study))
     assert "| nf4 | " in text[text.index("**SFT at GRPO's learning rate** (4 seeds)") :]
 
 

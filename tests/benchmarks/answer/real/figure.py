@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 from evidence import BASE, FULL, GRPO, SFT, accuracy_kept
-from study import MODEL, NAMED, Study
+from study import MODEL, NAMED, RATE, Study, power
 from summary import PRIMARY, RTN_INT4, SAME_RATE, SCHEMES
 
 from qrl import names
@@ -105,7 +105,8 @@ def _draw(axis, panel: Panel, study: Study, places: Mapping[str, float]) -> None
     variants = [variant for variant in COLOURS if (variant, FULL) in study.evidence.cells]
     for position, variant in enumerate(variants):
         shift = STEP * (position - (len(variants) - 1) / 2)
-        label: str | None = NAMED[variant]
+        rate = study.setting(variant, RATE)
+        label: str | None = f"{NAMED[variant]}, {power(rate)}" if rate else NAMED[variant]
         for scheme, place in places.items():
             value = panel.value(variant, scheme)
             if value is None:

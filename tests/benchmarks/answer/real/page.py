@@ -31,6 +31,7 @@ from study import (
     loss_text,
     over_seeds,
     p_value,
+    power,
     rate,
     ratio_text,
     seeds_text,
@@ -93,7 +94,7 @@ def title(study: Study) -> str:
         return sentences
     shown = outcome(tests[PRIMARY])
     if _is_of_the_rate(study):
-        return f"{sentences}. SFT at RL's learning rate is not shown to keep more, at ten times that rate far more"
+        return f"{sentences}. SFT at GRPO's learning rate does no better, at ten times that rate far better"
     words = {1: "less", -1: "more"}
     if shown.both:
         return f"{sentences}. After SFT it keeps {words[shown.both]} than after RL, on both scales"
@@ -142,8 +143,8 @@ def _answer(study: Study, made: Findings | None) -> list[str]:
     shares = {variant: accuracy_kept(evidence, variant, PRIMARY) for variant in (BASE, GRPO)}
     costs = {variant: loss_text(study.cost(variant, PRIMARY)) for variant in (BASE, GRPO)}
     in_points = (
-        f"- *In points* GRPO's model loses {costs[GRPO]}, the base {costs[BASE]}: gain survival "
-        f"{interval(value.points)} ({p_value(tested.p_points)}){kept}."
+        f"- *In points* GRPO's model loses {costs[GRPO]}, the base {costs[BASE]}: gain survival, the "
+        f"base's loss minus GRPO's, is {interval(value.points)} ({p_value(tested.p_points)}){kept}."
     )
     as_share = (
         f"- *As a share* GRPO's model keeps {share_text(shares[GRPO])} of its accuracy, the base "
@@ -152,7 +153,7 @@ def _answer(study: Study, made: Findings | None) -> list[str]:
     if outcome(tested).opposed and full[GRPO] > full[BASE]:
         as_share += f" The scales differ because the base has less to lose: {full[BASE]:.3f} in all."
     return [
-        f"**{_headline(tested)}.** Under `{PRIMARY}` in four bits, the scheme fixed in advance, accuracy falls from "
+        f"**{_headline(tested)}.** In this scheme of four bits, fixed in advance, accuracy falls from "
         f"{full[GRPO]:.3f} to {under[GRPO]:.3f} after GRPO and from {full[BASE]:.3f} to {under[BASE]:.3f} before:",
         in_points,
         as_share,
@@ -164,7 +165,7 @@ def _headline(tested: Tested) -> str:
     """Return the answer to the primary question in one sentence."""
     found, sentences = outcome(tested), _clause(tested)
     if found.opposed:
-        return f"It depends on the scale: {sentences}"
+        return f"Under `{PRIMARY}` it depends on the scale: {sentences}"
     if found.open:
         return f"Inconclusive: {sentences}"
     return sentences[0].upper() + sentences[1:]
@@ -199,7 +200,7 @@ def _disagreement(study: Study, made: Findings | None) -> str:
     here = shown.points or shown.ratio
     link = "[models made here](#models-made-here-the-contrast)"
     if (small and here) or (not small and shown.within):
-        sentences = f"**This disagrees with the first answer**, given on {link}: “{there}”."
+        sentences = f"**This differs from the first answer**, given on {link}: “{there}”."
     else:
         sentences = f"The first answer, given on {link}: “{there}”."
     same = study.tested(GRPO, BASE).get(contrasts.PRIMARY)
@@ -238,8 +239,8 @@ def _about_rate(study: Study, planned: Outcome, tested: Tested) -> str:
         return "Not any training costs as much: after SFT the same scheme costs less, also at GRPO's learning rate"
     if _is_of_the_rate(study):
         return (
-            "Not RL as such: SFT at GRPO's learning rate is under no scheme shown to cost less than RL; at ten times "
-            "that rate it costs far less"
+            "At the same learning rate SFT's model loses no less: under no scheme is it found to lose less than "
+            "GRPO's. At ten times that rate it loses far less"
         )
     return _about_training(planned, tested)
 
@@ -259,47 +260,54 @@ def _at_same_rate(study: Study) -> str:
     """Say what SFT at GRPO's learning rate costs, and what the rate alone changes."""
     tests = study.tested(GRPO, SAME_RATE)
     rates = {variant: study.setting(variant, RATE) for variant in (SFT, SAME_RATE)}
-    named = f"SFT at GRPO's learning rate, {_power(rates[SAME_RATE])}" if rates[SAME_RATE] else "SFT at GRPO's rate"
+    named = f"SFT at GRPO's learning rate, {power(rates[SAME_RATE])}" if rates[SAME_RATE] else "SFT at GRPO's rate"
     tested = tests[PRIMARY]
     kept = share_text(accuracy_kept(study.evidence, SAME_RATE, PRIMARY))
+    full = study.evidence.accuracy((SAME_RATE, FULL))
+    reached = f" of its {rate(full)}" if full else ""
     sentences = (
-        f"**{named}** (exploratory, {seeds_text(tested.value.seeds, bare=True)}), keeps {kept}; GRPO − SFT is then "
-        f"{interval(tested.value.points)} points ({p_value(tested.p_points)}), ratio {ratio_text(tested.value.ratio)} "
-        f"({p_value(tested.p_ratio)}). {_clauses_by_outcome(tests)}"
+        f"**{named}** (exploratory, {seeds_text(tested.value.seeds, bare=True)}), keeps {kept}{reached}; GRPO − SFT is "
+        f"then {interval(tested.value.points)} points ({p_value(tested.p_points)}), ratio "
+        f"{ratio_text(tested.value.ratio)} ({p_value(tested.p_ratio)}). {_clauses_by_outcome(tests)}"
     )
     two_rates = study.tested(SFT, SAME_RATE).get(PRIMARY)
     if two_rates is not None and rates[SFT]:
         sentences += (
-            f" So the rate alone, {_power(rates[SFT])} instead of {_power(rates[SAME_RATE])}, changes SFT's loss by "
+            f" With SFT, {power(rates[SFT])} instead of {power(rates[SAME_RATE])} alone changes the loss by "
             f"{interval(_negative(two_rates.value.points))} ({p_value(two_rates.p_points)})."
         )
-    return f"{sentences} {_moved(study)} GRPO at SFT's rate was not run."
+    return f"{sentences} {_moved(study)} GRPO at {power(rates[SFT]) if rates[SFT] else 'that rate'} was not run."
 
 
 def _clauses_by_outcome(tests: Mapping[str, Tested]) -> str:
     """Say under which schemes GRPO's model is shown to quantize less or more cleanly than another one."""
-    shown = {scheme: outcome(each) for scheme, each in tests.items()}
+    shown = {scheme: outcome(each) for scheme, each in tests.items() if each.p_ratio is not None}
+    broken = [scheme for scheme in tests if scheme not in shown]
     less = [scheme for scheme, each in shown.items() if each.points < 0 or each.ratio < 0]
     more = [scheme for scheme, each in shown.items() if each.points > 0 or each.ratio > 0]
     within = [scheme for scheme, each in shown.items() if each.within]
-    clauses = [f"less cleanly under {code(less) if less else f'none of {len(tests)} schemes'}"]
-    clauses += [f"more cleanly under {code(more)} on one scale or both"] if more else []
-    text = f"GRPO's model is shown to quantize {'; '.join(clauses)}"
-    return f"{text}; the two differ by less than the margin under {code(within)}." if within else f"{text}."
+    clauses = [f"GRPO's is found to lose more under {code(less) if less else f'none of {len(shown)} schemes'}"]
+    clauses += [f"less, on one scale or both, under {code(more)}"] if more else []
+    clauses += [f"and the two differ by less than the margin under {code(within)}"] if within else []
+    left = f" Under {code(broken)} almost nothing is left of either." if broken else ""
+    return f"{'; '.join(clauses)}.{left}"
 
 
 def _moved(study: Study) -> str:
     """Say how many of the stored weights each training moved."""
-    named = {GRPO: "GRPO", SAME_RATE: "SFT at its rate", SFT: "the other SFT", LORA: "LoRA (also RL)"}
+    named = {GRPO: "GRPO", SAME_RATE: "SFT at its rate", SFT: "the planned SFT"}
     shares = {variant: study.moved(variant) for variant in named}
     if not all(shares.values()):
         return ""
-    listed = joined(f"{named[variant]} {share}" for variant, share in shares.items())
-    sentences = f"Of the stored weights, training moved: {listed}."
-    lora = study.tested(LORA, GRPO).get(PRIMARY)
-    if lora is None or outcome(lora).points or outcome(lora).ratio:
+    listed = joined(f"{named[variant]} moved {share}" for variant, share in shares.items())
+    sentences = f"Of the stored weights {listed} (least to most over seeds)."
+    lora, share = study.tested(LORA, GRPO).get(PRIMARY), study.moved(LORA)
+    if lora is None or not share:
         return sentences
-    return f"{sentences} LoRA's model is not shown to lose less than GRPO's, so that share does not decide alone."
+    return (
+        f"{sentences} LoRA, also by GRPO, moved {share}; under `{PRIMARY}` GRPO's loss minus that of LoRA's model is "
+        f"{interval(lora.value.points)} ({answer(lora)})."
+    )
 
 
 def _negative(value: Estimate) -> Estimate:
@@ -350,7 +358,7 @@ def _not_separated(study: Study) -> str:
     shares = {variant: study.moved(variant) for variant in (SFT, GRPO)}
     moved = f", and SFT moved {shares[SFT]} of the stored weights, GRPO {shares[GRPO]}" if all(shares.values()) else ""
     sentences = (
-        f"**Not separated yet**: SFT's learning rate was {_power(rates[SFT])}, GRPO's {_power(rates[GRPO])}{moved}. So "
+        f"**Not separated yet**: SFT's learning rate was {power(rates[SFT])}, GRPO's {power(rates[GRPO])}{moved}. So "
         "the size of the update may matter, and not only its kind."
     )
     lora, share = study.tested(LORA, SFT).get(PRIMARY), study.moved(LORA)
@@ -403,10 +411,12 @@ def _methods(study: Study) -> str:
     clauses = [f"{_NAMES[m]} {interval(e.value)} ({p_value(e.p)}, {e.seeds} seeds)" for m, e in found.items()]
     left = [f"{_NAMES[m]} {interval(e.below_full)}" for m, e in found.items() if e.below_full]
     below = f" Minus that of GRPO's model at full precision: {'; '.join(left)}." if left else ""
+    untrained = study.cost(GRPO, names.GPTQ)
+    without = f" `{names.GPTQ}`, which needs no training, costs {loss_text(untrained)}." if untrained else ""
     return (
         f"**{claim}.** `{RTN_INT4}` costs GRPO's model {loss_text(cost)}. Accuracy under `{RTN_INT4}` minus that of "
         f"GRPO's model: {'; '.join(clauses)}.{below} QAT is GRPO with rounded weights, QAD distills GRPO's model into "
-        "four bits."
+        f"four bits.{without}"
     )
 
 
@@ -437,6 +447,7 @@ def _measures(study: Study) -> str:
     if others:
         best = max(others, key=lambda name: abs(others[name].of_means))
         sentences += f". Of the statistics of the weights the best is {MEASURES[best]}, {_spread(others[best])}"
+    sentences += ". So few schemes cannot separate correlations that are near each other"
     apart = _error_apart(study)
     return f"{sentences}.{f' {apart}' if apart else ''}"
 
@@ -464,14 +475,15 @@ def _error_apart(study: Study) -> str:
 def _scope(study: Study) -> str:
     """Say what the answer rests on, and what it does not cover."""
     seeds = ", ".join(map(str, study.seeds))
-    sentences = (
-        f"One model of {PARAMETERS} parameters, whose packager had rounded its weights to {STORED}, so they already "
-        f"had a grid; one kind of question; seeds {seeds}. The [design](../real/README.md) fixed the primary outcome, "
-        f"the margins ({MARGIN} in points, a ratio from {RATIO_MARGIN[0]:.2f} to {RATIO_MARGIN[1]}) and the tests "
-        "before the first run; p-values are Holm-corrected within a family of tests. Seeds 0 and 1, which led to the "
-        "design, are left out. Nothing follows for larger models, longer answers or other tasks."
+    return (
+        f"One model of {PARAMETERS} parameters, whose packager had rounded its weights to {STORED}, to 16 values in "
+        "groups of 32, which may change what further rounding costs it, up or down; one kind of question; seeds "
+        f"{seeds}. The [design](../real/README.md) fixed the primary outcome, the margins ({MARGIN} in points, a ratio "
+        f"from {RATIO_MARGIN[0]:.2f} to {RATIO_MARGIN[1]}) and the tests before the first run. *Found* or *shown* "
+        "means that the 95 % interval excludes 0 (or a ratio of 1) and that p, Holm-corrected within a family of tests, is "
+        "below 0.05; intervals are not corrected. Seeds 0 and 1, which led to the design, are left out. Nothing "
+        "follows for larger models, longer answers or other tasks."
     )
-    return sentences
 
 
 def _contrast(study: Study, made: Findings) -> str:
@@ -484,7 +496,7 @@ def _contrast(study: Study, made: Findings) -> str:
         return "The first answer was given on four models made here; it follows below."
     both = (
         f"On them GRPO's loss is shown to differ from SFT's under {len(apart_there) or 'none'} of {len(there)} "
-        f"schemes; on {MODEL} under {len(apart_here) or 'none'} of {len(here)}."
+        f"schemes; on {MODEL} (SFT at the planned rate) under {len(apart_here) or 'none'} of {len(here)}."
     )
     costs_there, costs_here = _costs_made(made), _costs(study)
     schemes = [scheme for scheme in FOUR_BITS if (GRPO, scheme) in costs_there and (GRPO, scheme) in costs_here]
@@ -496,7 +508,7 @@ def _contrast(study: Study, made: Findings) -> str:
     )
     why = ""
     if not apart_there and apart_here and max(of_there) < min(MARGIN, max(of_here)):
-        why = "Where so little is lost a difference cannot show: the models made here hide it. "
+        why = "Where so little is lost, no difference could show. "
     most = max(costs_there, key=costs_there.__getitem__)
     beyond = ""
     if costs_there[most] > MARGIN and (SFT, most[1]) in costs_there and not apart_there:
@@ -529,8 +541,3 @@ def _costs(study: Study) -> dict[tuple[str, str], float]:
     """Return the loss of the real model, by variant and scheme."""
     cells = itertools.product((BASE, SFT, GRPO), SCHEMES)
     return {cell: value.estimate for cell in cells if (value := study.cost(*cell)) is not None}
-
-
-def _power(value: str) -> str:
-    """Return a learning rate as `1e-4`."""
-    return f"{float(value):.0e}".replace("e-0", "e-")

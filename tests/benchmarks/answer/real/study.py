@@ -31,7 +31,7 @@ NAMED = {
     BASE: "the base",
     GRPO: "GRPO's model",
     names.SFT: "SFT's model",
-    SAME_RATE: "SFT's model at GRPO's rate",
+    SAME_RATE: "SFT at GRPO's rate",
     LORA: "LoRA's model",
 }
 
@@ -217,3 +217,8 @@ def code(words: Iterable[str]) -> str:
 def joined(words: Iterable[str]) -> str:
     *first, last = list(words) or [""]
     return f"{', '.join(first)} and {last}" if first else last
+
+
+def power(value: str) -> str:
+    """Return a learning rate as `1e-4`."""
+    return f"{float(value):.0e}".replace("e-0", "e-")
