@@ -480,9 +480,9 @@ def _scope(study: Study) -> str:
         "groups of 32, which may change what further rounding costs it, up or down; one kind of question; seeds "
         f"{seeds}. The [design](../real/README.md) fixed the primary outcome, the margins ({MARGIN} in points, a ratio "
         f"from {RATIO_MARGIN[0]:.2f} to {RATIO_MARGIN[1]}) and the tests before the first run. *Found* or *shown* "
-        "means that the 95 % interval excludes 0 (or a ratio of 1) and that p, Holm-corrected within a family of tests, "
-        "is below 0.05; intervals are not corrected. Seeds 0 and 1, which led to the design, are left out. Nothing "
-        "follows for larger models, longer answers or other tasks."
+        "means that the 95 % interval excludes 0 (or a ratio of 1) and that p, Holm-corrected within a family of "
+        "tests, is below 0.05; intervals are not corrected. Seeds 0 and 1, which led to the design, are left out. "
+        "Nothing follows for larger models, longer answers or other tasks."
     )
 
 

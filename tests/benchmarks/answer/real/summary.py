@@ -559,7 +559,7 @@ def _shown(show: Callable[[Estimate], str]) -> Callable[[Estimate | None], str]:
 
 
 _difference = _shown(interval)
-_rate = _shown(lambda value: f"{value.estimate:.3f} [{value.low:.3f}, {value.high:.3f}]")
+_rate = _shown(lambda value: f"{value.estimate:.3f} [{value.low:.3f}, {value.high:.3f}]".replace("-", "−"))
 
 
 def _percent(value: Estimate | None) -> str:
