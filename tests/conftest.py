@@ -23,6 +23,9 @@ settings.register_profile(
 settings.load_profile("shared machine")
 
 TIERS = ("process", "study", "slow")  # a test with none of these marks is a unit test
+HEAVY = {"store", "slurm"}  # fixtures that start or copy something: a test that has one is no unit test
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read as the library is imported: no test waits for a hub
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker a core: one thread each, in the processes that tests start too
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,8 +61,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark every test without another tier as `unit`, and begin with the studies, which take longest."""
     for item in items:
-        if not any(item.get_closest_marker(tier) for tier in TIERS):
-            item.add_marker(pytest.mark.unit)
+        if any(item.get_closest_marker(tier) for tier in TIERS):
+            continue
+        is_heavy = HEAVY & set(getattr(item, "fixturenames", ()))
+        item.add_marker(pytest.mark.process if is_heavy else pytest.mark.unit)
     items.sort(key=lambda item: not item.get_closest_marker("study"))
 
 

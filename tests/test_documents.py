@@ -63,6 +63,7 @@ def test_the_map_names_every_folder():
     assert shown == map_of_folders(), "qrl/README.md shows another map: run `python -m tests.test_documents --write`"
 
 
+@pytest.mark.process
 def test_a_module_says_in_a_short_clause_what_it_is():
     modules = [path for path in tracked() if path.endswith(".py") and path.startswith(("qrl", "tests"))]
     clauses = {path: clause(ROOT / path) for path in modules}
@@ -84,6 +85,7 @@ def top_level_names(module: Path) -> set[str]:
     return names
 
 
+@pytest.mark.process
 def test_docstrings_name_functions_that_exist():
     """A function that gets another name is found by its uses, but not in the prose: `cells.answer_questions`."""
     modules: dict[str, set[str]] = {}

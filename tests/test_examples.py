@@ -65,6 +65,7 @@ def test_a_notebook_gives_the_outputs_that_it_shows(path):
     assert len(notebook["cells"]) <= 10 and path.stat().st_size < 20_000
 
 
+@pytest.mark.process
 def test_the_package_imports_nothing_heavy_and_its_rooms_are_functions():
     code = (
         "import sys, qrl; heavy = {'pandas', 'numpy', 'torch', 'mlflow', 'pydantic', 'scipy'} & set(sys.modules); "

@@ -112,6 +112,7 @@ def test_a_device_is_not_replaced_by_a_file(tmp_path):
     assert not (tmp_path / "pipe").is_file()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "text",
     [
@@ -155,6 +156,7 @@ def test_texts_of_a_parquet_file_that_are_no_utf_8_are_a_sentence(tmp_path):
         list(tables.read_rows(tmp_path / "a.parquet"))
 
 
+@pytest.mark.process
 def test_a_text_that_a_parquet_file_holds_once_is_not_written_out_for_every_row(tmp_path, monkeypatch):
     long, n = "a" * 300_000, 4000
     answers = pa.DictionaryArray.from_arrays(pa.array([0] * n, pa.int32()), [long])

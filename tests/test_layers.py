@@ -106,6 +106,7 @@ def test_every_file_has_a_layer():
     assert {room(path) for path in FILES} == set().union(*LAYERS)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_imports_go_up_only(path):
     own_room = room(path)
@@ -118,6 +119,7 @@ def test_imports_go_up_only(path):
         assert not [name for name in modules if name.partition(".")[0] == "mlflow"], f"{path} imports mlflow"
 
 
+@pytest.mark.process
 def test_files_of_a_room_do_not_import_each_other_in_a_circle():
     imported = imported_files()
     reached = {module: reachable(module, imported) for module in imported}
@@ -140,6 +142,7 @@ def test_the_pipeline_launches_steps_and_never_imports_them():
         assert not [name for name in imports(ast.parse(path.read_text())) if name.startswith("qrl.steps")], path
 
 
+@pytest.mark.process
 def test_the_command_line_starts_without_anything_heavy():
     import subprocess
     import sys

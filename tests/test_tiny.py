@@ -26,6 +26,8 @@ from qrl.tiny.corpus import Corpus
 from qrl.tiny.shape import LONGEST, Shape
 from qrl.tiny.train import Budget
 
+pytestmark = pytest.mark.process
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
@@ -287,6 +289,7 @@ def test_memory_that_runs_out_halves_the_texts_once(place, monkeypatch, capsys, 
     assert tried == [4, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_killed_command_leaves_its_state_and_no_worker(place):
     sizes = "--hidden 32 --layers 1 --steps 9999 --batch 4 --workers 1 --save-every 1"

@@ -134,6 +134,7 @@ def test_table_and_figure_give_limit_rounds_and_n(tmp_path):
     assert (tmp_path / "capacity.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.process
 def test_capacity_starts_its_own_servers(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["benchmark", "--capacity", "--url", "http://127.0.0.1:1"])

@@ -478,6 +478,7 @@ def test_help_shows_the_single_fields_that_a_command_reads_of_other_sections(wor
     assert f"--{key} " in shown(*words) and "--train.steps" not in shown(*words)
 
 
+@pytest.mark.process
 def test_help_imports_nothing_heavy():
     code = "import sys\nfrom qrl.cli import cli\n"
     code += "for name in cli.commands: cli.main([name, '--help'], standalone_mode=False)\n"
@@ -545,6 +546,7 @@ def test_a_relative_model_of_mlflow_run_gets_the_absolute_path_to_try(model, tmp
     assert "absolute" not in sentence()
 
 
+@pytest.mark.process
 def test_a_step_is_handed_over_with_its_options_as_typed_after_a_check(monkeypatch, tmp_path):
     from qrl.steps import serve
     from qrl.study import build, environments
@@ -578,6 +580,7 @@ def test_a_package_without_its_checkout_says_what_it_lacks(monkeypatch, tmp_path
             cli.cli.main(words, standalone_mode=False)
 
 
+@pytest.mark.process
 def test_a_recipe_for_a_gpu_ends_a_study_on_a_cpu_at_once(here):
     code, said = here("study", "--recipe", "instruct", "--device", "cpu", "--model", str(tiny.PATH))
     assert code == 2 and "sized for a GPU" in said and "recipe=instruct-cpu" in said and "--yes" in said

@@ -68,7 +68,11 @@ def test_a_queue_without_room_is_a_sentence(project, slurm):
 
 
 @pytest.mark.parametrize(
-    "last", ["exec sleep 60", "echo 'Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1"]
+    "last",
+    [
+        pytest.param("exec sleep 60", marks=pytest.mark.long),
+        "echo 'Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1",
+    ],
 )
 def test_a_job_that_slurm_took_although_sbatch_did_not_say_so_is_kept(last, project, sbatch, monkeypatch):
     monkeypatch.setattr(driven, "_SUBMIT_S", 10)  # on a busy machine the real sbatch can take more than five

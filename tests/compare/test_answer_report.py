@@ -30,6 +30,8 @@ from qrl import recipe as recipes
 from qrl.errors import BadInput
 from qrl.study import arms
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 SIZES, SEEDS, N = ("m3", "m25"), (0, 1, 2, 3), 400
 LOSS = {("base", "gptq"): 0.05, ("grpo", "gptq"): 0.10, ("sft", "gptq"): 0.05}  # of accuracy; w8a16 costs nothing

@@ -151,6 +151,7 @@ def test_the_base_counts_once_under_several_seeds_and_samples_are_not_paired(fra
 HOSTILE = "</pre></details><script>alert(1)</script>\u202e\x00\x1b[31m {{ 7*7 }}" + "x" * 5000 + "THE END"
 
 
+@pytest.mark.process
 def test_changed_answers_are_shown_bounded_and_harmless(tmp_path):
     texts = {"completion": HOSTILE, "parsed": None, "answer": "<b>5</b>", "question_text": "Why? <img src=x onerror=y>"}
     found = compare.from_questions(rows(**texts))

@@ -260,6 +260,7 @@ def test_questions_with_fewer_samples_than_others_are_refused():
         )
 
 
+@pytest.mark.process
 def test_files_and_figures_bear_seeds_and_samples(tmp_path):
     frame = study(samples=2, spread=0.1)
     frame.to_csv(tmp_path / "q.csv", index=False)

@@ -84,6 +84,7 @@ def test_groups_engine_and_lengths_stay_right():
     assert found.answers["grpo", "nf4"].means["tokens"].n == 188  # no length is made up
 
 
+@pytest.mark.process
 def test_seeds_and_samples_are_filled_apart():
     seeds = pd.concat(
         [answers().assign(seed=k, correct=answers()["correct"] ^ (answers()["question"] % 9 == k)) for k in range(3)]

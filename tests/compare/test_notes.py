@@ -75,6 +75,7 @@ def test_a_note_for_each_training_with_warnings_first():
     assert "sft (bf16) keep 4 %" in found[2] and len(found) == 3
 
 
+@pytest.mark.process
 def test_the_notes_stand_in_the_table_and_beside_it(tmp_path):
     comparison = compare.from_questions(study(trained=OTHER, group_size=64.0))
     found = [*steps.notes_on(comparison), *notes.notes_on_updates([notes.Stored("grpo", "", LOST, "x")])]

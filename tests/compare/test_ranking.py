@@ -98,6 +98,7 @@ def test_training_is_held_against_quantizing_afterwards_in_the_same_scheme():
     )
 
 
+@pytest.mark.process
 def test_the_best_is_called_ahead_only_where_all_pairs_asked_at_once_bear_it_out():
     """Of many equal methods, the best beats the worst often by its plain interval, and after Holm in at most 5 %."""
     equal = {("base", "full"): 0.5, ("grpo", "full"): 0.6} | {("grpo", f"scheme{k}"): 0.6 for k in range(12)}
@@ -159,6 +160,7 @@ REFERENCES = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("cell", "reference"), REFERENCES.items())
 def test_answers_are_paired_with_the_same_variant_at_full_precision_or_with_grpo_there(cell, reference):
     rows = answered()

@@ -34,6 +34,8 @@ from evidence import Evidence
 from real import page
 from study import Study
 
+pytestmark = pytest.mark.process
+
 _SPEC = importlib.util.spec_from_file_location("run_real", Path(summary.__file__).with_name("run.py"))
 run = importlib.util.module_from_spec(_SPEC)  # the first answer has a module `run`, too
 _SPEC.loader.exec_module(run)

@@ -90,6 +90,7 @@ def test_a_trained_model_at_the_ceiling_that_loses_nothing_survives():
 FEW = (300, 180, 240, 180, 238)  # two answers change
 
 
+@pytest.mark.process
 def test_two_changes_of_300_are_inconclusive_at_a_margin_of_002():
     assert verdict(compare.from_questions(nested(*FEW), margin=0.02)) == "inconclusive"
 

@@ -10,6 +10,8 @@ from qrl.engine import hf
 from qrl.recipe.sections import Diagnose
 from qrl.steps import diagnose as step
 
+pytestmark = pytest.mark.process
+
 TEXTS = [[5, 9, 3, 7, 11, 2], [8, 8, 4], [6, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
 
 

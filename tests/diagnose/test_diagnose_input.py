@@ -170,6 +170,7 @@ def test_a_place_that_cannot_be_written_is_named(tiny_checkpoint, tmp_path):
         assert f"cannot be written to {taken.parent} (" in refused(tiny_checkpoint, tiny_checkpoint, taken.parent)
 
 
+@pytest.mark.process
 def test_zeros_have_no_error_and_do_not_count(tiny_checkpoint, tmp_path, recwarn):
     """A matrix of zeros does not change the means over the others; a model of zeros only is still drawn."""
 
@@ -194,6 +195,7 @@ def test_zeros_have_no_error_and_do_not_count(tiny_checkpoint, tmp_path, recwarn
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["figures", "weights.parquet"]
 
 
+@pytest.mark.process
 def test_weights_need_no_tokenizer_but_texts_do(tiny_checkpoint, tmp_path):
     bare, packed = changed(tiny_checkpoint, tmp_path / "bare"), eight_bits(tiny_checkpoint, tmp_path / "int8")
     for folder in (bare, packed):

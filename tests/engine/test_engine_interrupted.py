@@ -60,7 +60,7 @@ def runnable() -> int:
 @pytest.mark.parametrize(
     ("moment", "signum"),
     [
-        *((moment, signal.SIGTERM) for moment in MOMENTS),
+        *(pytest.param(moment, signal.SIGTERM, marks=[pytest.mark.long] * (moment != LAST)) for moment in MOMENTS),
         *(pytest.param(moment, signal.SIGINT, marks=[pytest.mark.long] * (moment != LAST)) for moment in MOMENTS),
     ],
 )

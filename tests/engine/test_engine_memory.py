@@ -15,6 +15,7 @@ CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllo
 FULL = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), MemoryError(), CPU]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("error", FULL)
 def test_half_the_batch_is_tried_once_and_said(error):
     sizes, said = [], []
@@ -35,6 +36,7 @@ def test_half_the_batch_is_tried_once_and_said(error):
         memory.halved(lambda size: 1 / 0, 8, "evaluate.batch_size")
 
 
+@pytest.mark.process
 def test_a_cell_is_answered_whole_in_smaller_batches(monkeypatch, capsys):
     decode = hf._decode
 

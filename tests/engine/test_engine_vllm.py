@@ -151,7 +151,9 @@ LAYERED = {  # scheme, layers, unpacked: a CPU has no kernel for four-bit floats
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", LAYERED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * ("floats" not in name)) for name in LAYERED]
+)
 def test_linears_in_few_bits_beside_others_are_answered_as_transformers_answers_them(name, answered, tmp_path):
     scheme, terms, unpacked = LAYERED[name]
     settings = choices.settings_of(scheme, Quantize(layers=terms), 0)

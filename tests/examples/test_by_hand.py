@@ -9,6 +9,7 @@ import pytest
 QUESTIONS = 24
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_study_by_hand_trains_quantizes_evaluates_and_compares(tmp_path):
     out = tmp_path / "study"

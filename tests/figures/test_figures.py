@@ -20,6 +20,8 @@ from qrl.figures import weights as of_weights
 from qrl.stats import Estimate
 from qrl.steps import compare as steps_compare
 
+pytestmark = pytest.mark.process
+
 COUNTS = {
     "n": 10000,
     "base": {"full": 6800, "nf4": 6500, "awq": 5800},

@@ -14,7 +14,7 @@ from qrl.errors import BadInput
 from qrl.files import tables
 from qrl.tasks import files
 
-pytestmark = pytest.mark.usefixtures("in_process")
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("in_process")]
 CELLS = [(variant, scheme) for variant in ("base", "grpo") for scheme in ("full", "nf4")]
 
 

@@ -1,11 +1,13 @@
 """The plain copy for a CPU without 4-bit kernels holds the exact values of the codes, as an ordinary checkpoint."""
 
+import pytest
 import torch
 
 from qrl import checkpoint, quantize
 from qrl.formats import plain, stored
 
 
+@pytest.mark.process
 def test_a_plain_copy_computes_what_evaluation_computes(tiny_checkpoint, tmp_path):
     from qrl.engine import hf
 

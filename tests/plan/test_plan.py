@@ -20,6 +20,8 @@ from qrl.plan.patterns import ALL, Moment, nearest
 from qrl.stats.simulate import Patterns, share_of_gain
 from qrl.stats.verdict import WORDS, Gains, judge
 
+pytestmark = pytest.mark.process
+
 COMBINATIONS = np.array([[i >> cell & 1 for cell in range(4)] for i in range(16)])
 
 

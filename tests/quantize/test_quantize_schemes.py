@@ -415,6 +415,7 @@ def test_seeds_may_differ_from_each_other_but_not_within_one():
         compare.from_questions(pd.concat([one, two[two["variant"] != "base"]]))
 
 
+@pytest.mark.slow
 def test_the_same_settings_twice_give_the_same_weights(made, tiny_checkpoint, tmp_path):
     for scheme in ("gptq", "nvfp4a16", "autoround", "spinquant"):
         again = quantize.run(scheme, tiny_checkpoint, tmp_path / scheme, calibration=TEXTS, probe=TEXTS)

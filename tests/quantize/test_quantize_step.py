@@ -71,6 +71,7 @@ def own_answers(chosen: recipe.Recipe, model: Path) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_several_schemes_in_one_step_store_what_each_stores_alone(store, other):
     """Libraries keep state in a process: what one scheme leaves behind must not reach the next."""
     schemes, models = ("gptq", "nf4", "awq-ct", "rtn-int4"), f"base={tiny.PATH},grpo={other}"

@@ -214,6 +214,7 @@ def test_an_unknown_recipe_lists_the_known_ones():
         recipe.load("tinny")
 
 
+@pytest.mark.process
 @given(st.sampled_from(sorted(recipe.fields())), st.text(max_size=20))
 def test_any_text_for_any_field_gives_a_recipe_or_a_sentence(key, text):
     try:

@@ -112,6 +112,7 @@ def killed_at(monkeypatch, place: int) -> None:
         monkeypatch.setattr(mlflow.MlflowClient, name, dying(getattr(mlflow.MlflowClient, name)))
 
 
+@pytest.mark.slow
 def test_a_pointer_moves_whole_wherever_its_process_is_killed(version, monkeypatch):
     for _ in range(4):
         version()

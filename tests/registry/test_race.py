@@ -22,6 +22,7 @@ def race(address: str, decisions: str, processes: str, where: Path, *more: Path)
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_racing_decisions_leave_one_record_each_and_readers_see_one_version(store, tmp_path):
     address, decisions = os.environ.get("QRL_RACE_URI", store), os.environ.get("QRL_RACE", "16")

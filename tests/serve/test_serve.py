@@ -297,6 +297,7 @@ def newest_run():
     return mlflow.search_runs(output_format="list", order_by=["attributes.start_time DESC"], max_results=1)[0]
 
 
+@pytest.mark.slow
 def test_a_server_in_another_environment_stops_like_one_in_this(registered, tmp_path):
     command = f"cd {ROOT} && exec {sys.executable} -m qrl serve"
     project = tmp_path / "mlflow"  # an environment's folder is named after a package that it has
@@ -322,6 +323,7 @@ def test_a_server_in_another_environment_stops_like_one_in_this(registered, tmp_
     assert "qrl.reason" not in run.data.tags
 
 
+@pytest.mark.slow
 def test_a_version_that_cannot_be_served_is_reported_in_one_sentence_and_never_answers(registered):
     """A missing version or a refusal is reported before an environment is built; changed weights before it answers."""
     registry.refuse("qrl-tiny", "grpo", registered.version, record={"reasons": ["it gained nothing"]})

@@ -138,6 +138,7 @@ def test_a_running_stream_stays_with_its_engine_and_new_requests_go_to_the_next(
         proxy.forget(old.path)
 
 
+@pytest.mark.process
 def test_no_request_is_lost_while_engines_change_under_load(engines, port):
     failed, seen, on = [], set(), threading.Event()
 
@@ -172,6 +173,7 @@ def test_a_client_that_disconnects_cancels_its_request(engines, port):
         until(lambda: proxy.in_flight(engines[0].path) == 0)
 
 
+@pytest.mark.process
 def test_requests_that_run_when_the_proxy_ends_are_finished_first(engines, port):
     with Proxy("127.0.0.1", port, 10) as proxy:
         proxy.switch_to(engines[0].path)

@@ -26,6 +26,8 @@ from qrl.serve import requests
 from qrl.tasks import prompt
 from qrl.tracking import models, runs
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(qrl.__file__).parents[1]
 NAME = "qrl-tiny@3"
 QUESTION = "Tom has 3 apples and buys 12 more. How many apples does Tom have?"

@@ -16,6 +16,7 @@ def word_of(margin):
     return lambda share: Gains(share, margin).word()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("patterns", "margin"),
     [

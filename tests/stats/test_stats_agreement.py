@@ -40,6 +40,7 @@ def test_exact_mcnemar(pairs):
     assert stats.mcnemar(a, b) == pytest.approx(expected, **CLOSE)
 
 
+@pytest.mark.process
 @slow_at_first
 @given(st.lists(st.tuples(outcome, outcome), min_size=3, max_size=80))
 def test_paired_t(pairs):
@@ -81,6 +82,7 @@ def test_holm(p_values):
     assert stats.holm(p_values) == pytest.approx(multipletests(p_values, method="holm")[1].tolist(), **CLOSE)
 
 
+@pytest.mark.process
 @slow_at_first
 @given(groups=st.integers(2, 8), size=st.integers(2, 10), data=st.data())
 def test_clustered_stderr_in_groups_of_equal_size_is_that_of_least_squares_on_a_constant(groups, size, data):

@@ -182,6 +182,7 @@ def test_an_interval_over_runs_is_never_narrower_than_that_of_their_pooled_quest
             assert found.lower <= pooled.lower + 1e-12 and found.upper >= pooled.upper - 1e-12
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("same", "n", "studies"), [(True, 300, 500), (False, 1000, 200)], ids=["same", "own"])
 def test_few_one_way_losses_over_runs_survive_at_the_margin_in_at_most_5_percent_of_studies(rng, same, n, studies):
     """The same run three times survived in 10 % of studies. On average a tenth of the gain is lost, the margin."""
@@ -196,6 +197,7 @@ def test_few_one_way_losses_over_runs_survive_at_the_margin_in_at_most_5_percent
     assert survived / studies <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / studies)
 
 
+@pytest.mark.process
 def test_runs_that_are_not_normal_are_not_held_to_5_percent(rng):
     """One run in five keeps nothing of a gain of 0.2, so a fifth is lost on average; three runs rarely show it."""
     studies, survived = 200, 0
@@ -225,6 +227,7 @@ def test_satterthwaites_one_t_would_cover_less_than_it_says_for_two_runs():
     assert covered["ours"] / 4000 > 0.95 - 3 * error
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("runs", "between", "shared", "own"),
     [(2, 0.0, 0.0, 1.0), (2, 0.1, 1.0, 1.0), (3, 0.3, 1.0, 0.5), (5, 0.05, 0.5, 1.0)],
@@ -239,6 +242,7 @@ def test_intervals_over_few_runs_cover_at_least_at_their_level(runs, between, sh
     assert covered / 1000 > 0.95 - 3 * math.sqrt(0.95 * 0.05 / 1000)
 
 
+@pytest.mark.process
 def test_variance_components_are_right_on_average():
     rng = np.random.default_rng(8)
     found = [over(crossed(rng, 4, 60, 0.4, 0.7, 1.2)) for _ in range(1500)]

@@ -113,6 +113,7 @@ def test_the_n_that_would_decide_does_so_four_times_in_five():
     assert found.smallest_effect == pytest.approx(0.03 * (scipy.stats.norm.ppf(0.975) + scipy.stats.norm.ppf(0.8)))
 
 
+@pytest.mark.process
 def test_with_few_changes_the_n_that_would_decide_comes_from_studies_that_are_drawn():
     """Two of 300 answers change. The normal formula asked for 8,560 questions."""
     outcomes = np.zeros((4, 300))
@@ -155,6 +156,7 @@ def words(simulate, rates, n=500, margin=None):
     return found
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("simulate", [independent, one_way])
 @pytest.mark.parametrize(
     ("claim", "rates"),
@@ -171,6 +173,7 @@ def test_a_claim_that_is_just_wrong_is_made_in_at_most_5_percent_of_studies(simu
     assert words(simulate, rates)[claim] <= LIMIT
 
 
+@pytest.mark.process
 def test_an_estimated_margin_must_not_be_taken_as_known():
     """Why a tenth of the gain is tested by a contrast: with the estimate as a fixed margin, the verdict errs more."""
     rng, wrong = np.random.default_rng(2), {"contrast": 0.0, "fixed": 0.0}

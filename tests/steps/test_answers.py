@@ -59,6 +59,7 @@ def test_one_process_per_thread_answers_small_models(monkeypatch):
     assert answers.processes(6, 1) == 1
 
 
+@pytest.mark.process
 def test_a_cell_has_the_same_answers_wherever_it_is_asked():
     settings = recipe.load("tiny", {"evaluate.max_new_tokens": "8"})
     questions = tasks.load("arithmetic", "heldout", 8, 0)

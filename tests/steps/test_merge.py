@@ -21,6 +21,8 @@ def offline(monkeypatch, tmp_path):
     def refuse(*args):
         raise AssertionError("The hub was requested.")
 
+    for switch in (datasets.config, huggingface_hub.constants):  # the tests' own is off line
+        monkeypatch.setattr(switch, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(socket.socket, "connect", refuse)

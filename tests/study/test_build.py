@@ -72,6 +72,7 @@ def test_a_failed_build_ends_with_the_path_of_its_log_and_the_installers_words(p
     assert not projects.environment(folder).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_a_build_that_was_killed_is_not_taken_for_an_environment(project, signum, tmp_path):
     folder, wheel = project

@@ -19,6 +19,7 @@ def replaced(name: str, **typed: str) -> dict[str, str]:
     return fit.replacements(name, {"model": "qrl-tiny", "device": "cpu"} | typed)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", MADE_FOR_OTHERS)
 def test_each_recipe_for_another_model_can_be_tried_on_the_shipped_one(name, capsys):
     typed = {"model": "qrl-tiny", "device": "cpu"}

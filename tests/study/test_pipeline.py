@@ -77,6 +77,7 @@ def test_a_scheme_of_which_one_variant_is_stored_is_a_step_of_its_own(store):
     assert asked[1].parameters(["base:int8"]) == {"scheme": "int8", "models": "base=base"}
 
 
+@pytest.mark.process
 def test_without_a_store_everything_is_missing_and_none_is_made(small, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/none/mlflow.db")
     mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/none/mlflow.db")

@@ -259,6 +259,7 @@ def test_objections_are_one_sentence_or_a_list_and_hide_what_follows_from_them()
         found.insist()
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "changes", [{"evaluate.engine": "vllm"}, {"rollout.engine": "vllm"}, {"model": str(tiny.PATH)}]
 )
@@ -407,6 +408,7 @@ def test_a_task_of_ones_own_gets_through_the_trial_in_a_process(tmp_path):
     assert ended.stdout == "20 answers\n"
 
 
+@pytest.mark.process
 def test_a_base_that_cannot_answer_ends_the_study_with_its_answers_and_yes_goes_on(random_llama, capsys):
     own = study(model=str(random_llama))
     with pytest.raises(BadInput, match=r"none of 20 held-out questions.*--yes"):

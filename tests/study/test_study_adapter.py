@@ -10,7 +10,7 @@ import pytest
 import qrl
 from qrl import names
 
-pytestmark = pytest.mark.study
+pytestmark = [pytest.mark.study, pytest.mark.slow]
 
 ROOT = Path(qrl.__file__).parents[1]
 SMALL = {

@@ -3,6 +3,7 @@
 import re
 import time
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ PINNED = (
 )
 
 
+@pytest.mark.process
 @settings(max_examples=30, deadline=None)
 @given(seeds, seeds, st.integers(1, 300))
 def test_no_question_is_in_both_splits_whatever_the_seeds(train_seed, heldout_seed, n):

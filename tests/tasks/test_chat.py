@@ -42,6 +42,7 @@ def settings(folder: Path, **more: str) -> recipe.Recipe:
     return recipe.load("tiny", {"model": str(folder), "chat.template_kwargs": json.dumps(OFF)} | more)
 
 
+@pytest.mark.process
 def test_training_calibration_evaluation_and_serving_see_the_same_ids(thinking, tmp_path, monkeypatch):
     own, question, seen = settings(thinking), QUESTIONS[0], {}
     tokens = hf.tokenizer(thinking)

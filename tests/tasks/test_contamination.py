@@ -79,6 +79,7 @@ def test_real_gsm8k_shares_three_questions_and_none_whole():
     contamination.check_overlap(counts, "gsm8k")
 
 
+@pytest.mark.process
 def test_generated_heldout_questions_are_in_neither_the_training_set_nor_the_corpus_of_qrl_tiny():
     heldout = load("arithmetic", "heldout", 1000, 0)
     for trained in (load("arithmetic", "train", 4096, 0), corpus.sample_questions(4096)):

@@ -23,6 +23,7 @@ def write(folder, rows):
     return str(folder)
 
 
+@pytest.mark.process
 def test_its_columns_become_a_question_with_topic_and_difficulty(tmp_path):
     (question,) = tasks.load("deepmath", "heldout", data=write(tmp_path, [ROW | SOLUTIONS]))
     assert question.question == ROW["question"] and (question.subject, question.level) == ("Calculus", 5)

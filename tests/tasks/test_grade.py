@@ -126,6 +126,7 @@ def test_a_gold_solution_is_graded_by_its_answer_and_one_in_words_is_rejected():
             grade("#### 18", gold)
 
 
+@pytest.mark.process
 def test_every_real_gold_answer_is_right_and_every_perturbed_one_wrong():
     if "QRL_DATA_DIR" not in os.environ:
         pytest.skip("QRL_DATA_DIR names no folder with gsm8k/train.jsonl and gsm8k/test.jsonl")

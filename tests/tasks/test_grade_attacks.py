@@ -7,6 +7,8 @@ import pytest
 from qrl.tasks.numeric import grade
 from qrl.train import reward
 
+pytestmark = pytest.mark.process
+
 ANSWERS = ("0", "1", "7", "18", "100", "-5", "0.5", "99999")
 MEGABYTE = 1_000_000
 UNITS = {

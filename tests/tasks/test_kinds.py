@@ -24,6 +24,7 @@ def verdicts():
     return [tasks.grade(case["task"], case["completion"], case["answer"]) for case in CASES]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "index", range(len(CASES)), ids=[f"{case['kind']} {case['completion'][:40]}" for case in CASES]
 )
@@ -53,6 +54,7 @@ def check_generated(kind: str, n: int, seed: int) -> None:
     assert any(not answer.is_right for answer in answers)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", respelled.KINDS)
 def test_a_right_answer_stays_right_and_a_wrong_one_wrong(kind):
     check_generated(kind, 60, seed=0)
@@ -118,6 +120,7 @@ def test_a_spelling_is_its_own_spelling():  # gold answers are spelled as they a
             assert latex.normal(latex.normal(text)) == latex.normal(text)
 
 
+@pytest.mark.process
 def test_the_answers_of_math500_in_unicode_are_right_and_perturbed_ones_wrong():
     right = [(in_unicode(answer), answer) for answer in math500() if not in_unicode(answer).isascii()]
     wrong = []

@@ -53,6 +53,7 @@ def verdicts():
     return tasks.grade_many("math", [case["completion"] for case in CASES], [case["answer"] for case in CASES])
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("index", range(len(CASES)), ids=[case["why"][:60] for case in CASES])
 def test_cases(verdicts, index):
     case, verdict = CASES[index], verdicts[index]
@@ -87,6 +88,7 @@ EQUAL = {
 }  # fmt: skip
 
 
+@pytest.mark.process
 def test_perturbed_gold_answers_of_math500_grade_as_wrong():
     pairs = [(row["answer"], variant) for row in math500() for variant in perturbed(row["answer"])]
     assert len(pairs) > 1900
@@ -182,6 +184,7 @@ def test_workers_that_are_killed_without_a_task_are_replaced(when, monkeypatch):
         assert all(verdict.strict for verdict in tasks.grade_many("math", texts, answers))
 
 
+@pytest.mark.process
 def test_a_batch_that_a_broken_pool_forgot_is_not_waited_for_forever():
     tasks.grade("math", boxed(r"\frac{2}{12}"), r"\frac{1}{6}")
     math_pool._pool()._pool_manager.handle_broken_pool(BrokenProcessPool("all workers died"))
@@ -190,6 +193,7 @@ def test_a_batch_that_a_broken_pool_forgot_is_not_waited_for_forever():
     assert tasks.grade("math", boxed(r"\frac{2}{12}"), r"\frac{1}{6}").strict
 
 
+@pytest.mark.process
 def test_verdicts_do_not_depend_on_order_or_on_other_answers(verdicts):
     backwards = CASES[::-1]
     graded = tasks.grade_many(
@@ -215,6 +219,7 @@ def test_off_the_main_thread_and_as_a_reward():
     assert logged == {reward.TIMEOUTS: 0.0, reward.ERRORS: 0.0}
 
 
+@pytest.mark.process
 def test_grader_failures_reach_trainings_metrics(monkeypatch):
     monkeypatch.setattr(math_pool, "CPU_S", 0.5)
     logged = {}
@@ -245,6 +250,7 @@ UNITS = [
 ]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("unit", UNITS)
 def test_a_megabyte_takes_linear_time_and_earns_nothing(unit):
     spam = unit * (1_000_000 // len(unit))

@@ -25,6 +25,8 @@ from qrl.tasks import Question, Verdict, files, limits, own, prompt
 from qrl.tasks.math import pool
 from qrl.tracking import keys
 
+pytestmark = pytest.mark.process
+
 README = Path(qrl.__file__).parent / "tasks" / "own.md"
 OWN_FORM = re.search(r"```python\n(# last_number\.py.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]
 EXAMPLE = re.search(r"```python\n(# reverse\.py.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)[1]

@@ -142,6 +142,7 @@ def test_an_unknown_task_and_an_endless_one_without_n_are_rejected():
 WORKED = "Half of $\\frac{28}{3}$ is $\\boxed{\\frac{14}{3}}$."
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("row", "answer", "subject", "level"),
     [

@@ -52,6 +52,7 @@ def test_a_prompt_is_the_same_in_both_processes(name, tiny_checkpoint):
     assert expected[0] == tokens.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False, **values)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_a_sentence_within_seconds(name, tiny_checkpoint, monkeypatch):
     tokens = hf.tokenizer(tiny_checkpoint)

@@ -160,6 +160,7 @@ def test_training_calibration_and_perplexity_end_with_the_turn(two_ends, tmp_pat
     assert ended == cut + END and cut.endswith(QUESTIONS[0].solution)
 
 
+@pytest.mark.process
 def test_every_engine_stops_where_training_does(unnamed, tmp_path):
     import torch
 

@@ -24,6 +24,7 @@ def cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("layout", ["files", "hub"])
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_is_loaded_as_its_data_set_with_right_gold_answers(tmp_path, cache, form, layout):

@@ -89,6 +89,7 @@ class Open(BaseHTTPRequestHandler):
         """Keep the test's output clean."""
 
 
+@pytest.mark.process
 def test_an_open_server_lacks_all_of_it(monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Open)
     Thread(target=server.serve_forever, daemon=True).start()
@@ -108,6 +109,7 @@ def test_an_open_server_lacks_all_of_it(monkeypatch):
     assert "ok" not in found
 
 
+@pytest.mark.process
 def test_a_server_that_nobody_answers_at_and_other_versions_are_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     mlflow.set_tracking_uri("http://127.0.0.1:9")

@@ -61,6 +61,7 @@ def test_who_uploaded_a_model_never_downloads_it_and_sizes_are_compared(remote, 
         fetched.check_sizes(address, *files)
 
 
+@pytest.mark.process
 def test_the_least_recently_used_are_deleted_but_none_that_a_process_uses(remote, monkeypatch):
     monkeypatch.setattr(fetched, "MAX_KEPT", 2)
     first, second = remote("first"), remote("second")

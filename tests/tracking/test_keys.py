@@ -224,6 +224,7 @@ def test_comments_docstrings_layout_figures_and_markdown_change_no_key(package):
     assert digests(package) == before
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("file", "steps"),
     [

@@ -37,6 +37,7 @@ def run(folder: Path, variables: dict[str, str], *words: str) -> subprocess.Comp
     )
 
 
+@pytest.mark.long
 def test_two_users_study_at_once_and_rights_decide_who_loads_and_serves(tmp_path):
     with team.serving(tmp_path) as server:
         users = {}

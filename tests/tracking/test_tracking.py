@@ -70,6 +70,7 @@ def test_prepare_makes_the_address_absolute_for_children(store, monkeypatch, add
     assert mlflow.get_tracking_uri() == f"sqlite:///{here}/mlflow.db"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_processes_that_race_for_a_cold_store_all_get_it(tmp_path):
     program = (
@@ -363,6 +364,7 @@ def wait_for(wanted: str, run_id: str, seconds: float = 60) -> None:
     assert status(run_id) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's death")
 def test_no_signal_leaves_a_run_running(store):
@@ -437,6 +439,7 @@ def server(monkeypatch):
     mlflow.set_tracking_uri(None)
 
 
+@pytest.mark.process
 def test_a_servers_refusal_is_one_sentence_and_anothers_dead_run_stops_nobody(server, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     stores.prepare()

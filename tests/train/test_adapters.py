@@ -170,6 +170,7 @@ with torch.no_grad():
 """
 
 
+@pytest.mark.slow
 def test_an_adapter_that_fsdp_lays_out_is_written_kept_and_gone_on_with_whole(tmp_path):
     words = [sys.executable, "-W", "ignore", "-c", IN_PARTS + pair.ENDS, str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)

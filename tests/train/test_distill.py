@@ -79,6 +79,7 @@ def alone(folder: Path, base: Path, settings: Train):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("qat", "micro_batch"), [("none", 2), ("int8", 8)])
 def test_two_processes_distil_as_one_does(qat, micro_batch, tmp_path, away):
     """Sampling is greedy, so that both train on the same completions; the loss is that of temperature 1."""
@@ -112,7 +113,10 @@ def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(qat, tmp_path, away):
     assert again[0]["history"]["loss"] == whole[0]["history"]["loss"]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])  # in bf16 its linears are stored so, and norms are not
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("fp32", marks=pytest.mark.long), "bf16"]
+)  # in bf16 its linears are stored so, and norms are not
 def test_a_sharded_teacher_scores_as_a_whole_one_bit_for_bit(dtype, tmp_path, away):
     settings = SMALL.model_copy(update={"temperature": 1.5, "steps": 2, "dtype": dtype})
     sharded = settings.model_copy(update={"teacher_placement": "sharded"})
@@ -122,6 +126,7 @@ def test_a_sharded_teacher_scores_as_a_whole_one_bit_for_bit(dtype, tmp_path, aw
     assert checkpoint.digest(tmp_path / "parts/model") == checkpoint.digest(tmp_path / "whole/model")
 
 
+@pytest.mark.slow
 def test_processes_with_another_teacher_are_refused_before_the_first_step(tmp_path, away):
     done = started(tmp_path, tiny.PATH, SMALL, away)
     assert "Process 1 of the training has other teacher than process 0: give" in done.stderr, done.stderr[-3000:]
@@ -138,6 +143,7 @@ def test_only_a_distillation_that_can_learn_nothing_is_warned_of(tmp_path):
     assert not distill.startup_warnings(base, checkpoint.check(other), Train())
 
 
+@pytest.mark.slow
 def test_a_step_with_a_teacher_starts_its_own_processes(store, tmp_path):
     import mlflow
 

@@ -72,6 +72,7 @@ def test_an_adapter_is_not_stored_in_a_dtype_of_its_own():
         rules.check_training(Train(method="lora", store_dtype="fp32"))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_training_and_merging_tell_what_storage_keeps_and_fp32_keeps_all(store, capsys):
     import mlflow

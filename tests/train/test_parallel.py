@@ -16,6 +16,8 @@ from qrl.recipe import rules
 from qrl.train import parallel
 from tests.train import pair
 
+pytestmark = pytest.mark.process
+
 SMALL = {"steps": "2", "prompts_per_step": "4", "generations": "4", "micro_batch": "4", "questions": "32"}
 SMALL |= {"max_completion_tokens": "48", "parallel": "ddp", "processes": "2"}
 
@@ -205,6 +207,7 @@ with process.sentences():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("tampered", "named"), {"scale": "activation scales", "recipe": "settings or questions"}.items()
@@ -240,6 +243,7 @@ def test_what_quantized_linears_compute_with_differs_by_name():
     assert different == [{"activation scales"}, {"activation scales", "folded weights"}]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_training_starts_its_processes_and_the_first_alone_logs(store, tmp_path):
     import mlflow
@@ -264,6 +268,7 @@ def ranks(pid: int) -> list[psutil.Process]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_sigterm_ends_all_processes_and_the_run(store, tmp_path):
     import mlflow

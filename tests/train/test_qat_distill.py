@@ -111,6 +111,7 @@ def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path, away):
     assert 0 < min(losses[1:]) < losses[0]  # the teacher is what the student was before its weights were shaken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "nvfp4-a4"])
 def test_a_distillation_that_was_killed_goes_on_bit_for_bit(name, tmp_path):
     settings = FAST.model_copy(

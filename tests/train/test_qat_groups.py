@@ -81,6 +81,7 @@ def test_a_rollout_engine_is_told_of_the_same_groups(model):
     assert groups.stored(config) == size
 
 
+@pytest.mark.slow
 def test_training_storing_and_the_table_have_one_group_size(store, tmp_path_factory):
     import mlflow
     import pandas as pd

@@ -191,6 +191,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pair.flaky
 def test_two_processes_divide_the_completions_and_average_over_all_kept_tokens(tmp_path):

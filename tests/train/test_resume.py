@@ -129,6 +129,7 @@ def test_a_training_killed_at_a_random_moment_ends_with_the_same_weights_bit_for
         assert (tmp_path / "killed" / "model" / file.name).read_bytes() == file.read_bytes(), where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_training_killed_after_its_last_step_takes_no_further_one(kind, tmp_path):
     settings = KINDS[kind].model_copy(update={"steps": 2})  # of the four that an epoch of these questions has
@@ -170,6 +171,7 @@ def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(kind, tmp_path):
         assert both[0][0] == both[0][1] and both[1][0] == both[1][1] == both[0][0][2:]
 
 
+@pytest.mark.slow
 @pair.flaky
 def test_two_processes_train_as_one_and_the_first_alone_logs_and_writes(store, tmp_path):
     settings = Train(

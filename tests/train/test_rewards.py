@@ -108,6 +108,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_a_reward_of_the_users_does_wrong_is_a_sentence_before_and_during_the_run(name, own, monkeypatch):
     monkeypatch.setattr("qrl.tasks.own.REWARD_S", 0.4)

@@ -43,6 +43,7 @@ def test_each_step_reads_the_solutions_of_the_questions_that_grpo_would_ask(tmp_
         assert len(expected) == FAST.prompts_per_step and read == expected
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_loss_is_the_mean_over_the_solutions_tokens_and_a_killed_training_goes_on_bit_for_bit(tmp_path):
     seen = []

@@ -19,8 +19,6 @@ from tests.train import pair
 pytest.importorskip("compressed_tensors")
 pytestmark = [pytest.mark.process, pair.flaky]
 
-FORMATS = ("int4", "nvfp4-a4", "fp8")
-
 COMPARED = """
 import functools, math, sys
 from types import SimpleNamespace
@@ -204,7 +202,14 @@ sys.stdout.write(f"rank {rank} agrees\\n")
 """
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, "fp32") for name in FORMATS), ("nvfp4-a4", "bf16")])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *(("nvfp4-a4", "fp32"), ("fp8", "fp32")),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("int4", "fp32"), ("nvfp4-a4", "bf16"))),
+    ],
+)
 def test_shards_compute_what_whole_weights_do(name, dtype, tmp_path):
     done = pair.run(tmp_path, COMPARED, name, dtype, "cuda" if torch.cuda.device_count() > 1 else "cpu")
     pair.check(done)
@@ -295,9 +300,9 @@ VARIED = {"top_k": 0, "temperature": 2.0, "max_completion_tokens": 32}  # so tha
 CASES = {  # the loss and its format
     "grpo nvfp4-a4": {"qat": "nvfp4-a4", "gradient_checkpointing": True} | VARIED,
     "distillation bf16 int4": {"teacher": "qrl-tiny", "dtype": "bf16", "max_completion_tokens": 8, "qat": "int4"},
-    "distillation nvfp4-a4": {"teacher": "qrl-tiny", "qat": "nvfp4-a4", "teacher_placement": "sharded"},
 }
 FURTHER = {
+    "distillation nvfp4-a4": {"teacher": "qrl-tiny", "qat": "nvfp4-a4", "teacher_placement": "sharded"},
     "grpo int4": {"qat": "int4"} | VARIED,
     "distillation": {"teacher": "qrl-tiny"},
     "distillation bf16": {"teacher": "qrl-tiny", "dtype": "bf16", "max_completion_tokens": 8},

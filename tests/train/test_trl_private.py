@@ -182,6 +182,7 @@ def test_trl_syncs_once_a_step_samples_from_token_ids_and_logs_the_gap(engine, t
     )
 
 
+@pytest.mark.slow
 def test_a_probe_asks_the_engine_and_changes_nothing_that_training_samples(engine, tmp_path):
     settings = SMALL.model_copy(update={"learning_rate": 1e-3, "max_completion_tokens": 32})
     questions = tasks.load("arithmetic", "train", 24, 0)
