@@ -31,7 +31,7 @@ class Kept:
             return "Training changed no weight."
         return (
             f"{what} ({names.short(self.stored_in)}) keep {percent(self.share)} of the update: training moved "
-            f"{percent(self.moved)} of them, {percent(self.moved_stored)} as stored."
+            f"{percent(self.moved)} of them, and {percent(self.moved_stored)} still differ once stored."
         )
 
     def warning(self, remedy: str) -> str:
