@@ -56,7 +56,8 @@ def test_an_update_below_the_spacing_of_bf16_is_lost_and_one_far_above_it_is_kep
 def test_the_words_name_the_dtype_the_shares_and_the_way_out():
     lost = Kept(0.0412, 0.99934, 0.0153, "bfloat16")
     assert lost.sentence() == (
-        "The stored weights (bf16) keep 4.1 % of the update: training moved 99.9 % of them, and 1.5 % still differ once stored."
+        "The stored weights (bf16) keep 4.1 % of the update: training moved 99.9 % of them, and "
+        "1.5 % still differ once stored."
     )
     warning = lost.warning("train.store_dtype=fp32")
     for part in ("bf16 rounds 96 % of the update away", "train.store_dtype=fp32", "longer or at a higher rate"):
