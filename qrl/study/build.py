@@ -7,6 +7,7 @@ study builds one beside the steps that come before, with a log of its own, and w
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import click
@@ -28,6 +29,7 @@ COSTS = {  # folder → what its environment costs once; downloads take longer
     "vllm_cpu": "a minute and 3.4 GB",
 }
 ON_CPU = "vllm_cpu"
+CPU_WHEELS = "https://download.pytorch.org/whl/cpu/torch/"
 # Under `local` all steps share one environment; conda builds its own when a step begins.
 MANAGERS = ("uv", "virtualenv")
 LOG_LINES = 15  # shown if a build failed
@@ -151,6 +153,12 @@ def announce(recipe: Recipe, name: str = "") -> None:
 
     if "MLFLOW_RUN_ID" not in os.environ:  # MLflow's command builds environments; others have only their own
         return
+    if not Path("/dev/nvidiactl").exists() and "+" not in metadata.version("torch"):  # PyPI's wheel has no local part
+        click.echo(
+            "      This machine has no GPU, and the environment holds torch with CUDA: 5.7 GB instead of 3.6. With "
+            f"UV_FIND_LINKS={CPU_WHEELS} and a new MLFLOW_ENV_ROOT, `mlflow run` installs the CPU build.",
+            err=True,
+        )
     choices = {("quantize", scheme) for scheme in schemes}
     choices |= {("train", places.trained_by(recipe)), ("evaluate", recipe.evaluate.engine)}
     for step, choice in sorted(choices):

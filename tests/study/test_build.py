@@ -106,6 +106,7 @@ def test_other_managers_are_left_alone(project, manager):
 @pytest.mark.parametrize(("schemes", "named"), [("nf4,awq", True), ("nf4", False)])
 def test_a_study_says_first_what_it_does_and_what_it_builds(monkeypatch, capsys, schemes, named):
     monkeypatch.setenv("MLFLOW_RUN_ID", "0")
+    monkeypatch.setattr(build.metadata, "version", lambda _: "2.13.0+cpu")
     build.announce(recipe.load("tiny", {"quantize.schemes": schemes}))
     said = capsys.readouterr().err
     assert "train" in said and schemes.replace(",", ", ") in said and "promote" in said
@@ -114,6 +115,16 @@ def test_a_study_says_first_what_it_does_and_what_it_builds(monkeypatch, capsys,
     build.announce(recipe.load("tiny"), "tiny")
     said = capsys.readouterr().err
     assert "environment" not in said and "on arithmetic by recipe tiny, about 4 minutes" in said
+
+
+@pytest.mark.parametrize(("version", "is_told"), [("2.13.0", True), ("2.13.0+cpu", False)])
+def test_a_machine_without_a_gpu_is_told_of_torchs_cpu_build(monkeypatch, capsys, version, is_told):
+    if Path("/dev/nvidiactl").exists():
+        pytest.skip("this machine has a GPU")
+    monkeypatch.setenv("MLFLOW_RUN_ID", "0")
+    monkeypatch.setattr(build.metadata, "version", lambda _: version)
+    build.announce(recipe.load("tiny"))
+    assert (f"UV_FIND_LINKS={build.CPU_WHEELS}" in capsys.readouterr().err) is is_told
 
 
 def test_an_environment_of_mlflow_s_imports_the_checkout_from_any_folder(tmp_path, monkeypatch):
