@@ -1,6 +1,6 @@
 """Names and files that somebody made to hang, crash or fool a command: a sentence each, within seconds.
 
-Files are fuzzed for `QRL_FUZZ_SECONDS` in all, 60 if it is not set: `QRL_FUZZ_SECONDS=600 python -m pytest
+Files are fuzzed for `QRL_FUZZ_SECONDS` in all, 20 if it is not set: `QRL_FUZZ_SECONDS=600 python -m pytest
 tests/test_hostile.py -m process`.
 """
 
@@ -48,7 +48,7 @@ NAMES = [
     for command, value in itertools.product(CASES[commands], values)
 ]
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e]")
-FUZZ_S = float(os.environ.get("QRL_FUZZ_SECONDS", "60"))
+FUZZ_S = float(os.environ.get("QRL_FUZZ_SECONDS", "20"))
 SLOWEST_S = 10.0  # of one example, on a busy machine
 
 

@@ -438,7 +438,7 @@ def test_pyfunc_honours_what_the_table_says_and_refuses_the_rest(store):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("scheme", ["nf4", "w8a8"])
+@pytest.mark.parametrize("scheme", ["nf4", pytest.param("w8a8", marks=pytest.mark.slow)])
 def test_a_quantized_model_gives_the_answers_that_evaluation_grades(scheme, tmp_path):
     from starlette.testclient import TestClient
 

@@ -29,6 +29,7 @@ def run(words: list[str]) -> mlflow.entities.Run:
     return mlflow.search_runs(filter_string=query, output_format="list", order_by=["attributes.start_time"])[0]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_training_and_evaluation_on_a_users_task_with_a_users_reward(store, tmp_path, capsys):
     (tmp_path / "sums.py").write_text(SUMS)

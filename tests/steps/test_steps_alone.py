@@ -36,6 +36,7 @@ def paste(store, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_from_an_adapter_to_a_stage_by_pasting_what_each_step_prints(paste):
     line, said = paste(process.command("train", SMALL))

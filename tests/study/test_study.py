@@ -304,7 +304,11 @@ def test_raw_text_prompts_trip_the_gate_instead_of_giving_a_number(store):
     assert any("chat template" in problem for problem in problems)
 
 
-def test_sigterm_ends_the_run_and_the_next_try_goes_on_from_the_last_checkpoint(studied, client):
+@pytest.mark.slow
+def test_sigterm_ends_the_run_and_the_next_try_goes_on_from_the_last_checkpoint(store):
+    import mlflow
+
+    folder, client = Path(store.removeprefix("sqlite:///")).parent, mlflow.MlflowClient(store)
     words = [
         "train",
         "--train.steps",
@@ -318,7 +322,7 @@ def test_sigterm_ends_the_run_and_the_next_try_goes_on_from_the_last_checkpoint(
     ]
     words += ["--seed", "11"]
     process = subprocess.Popen(
-        command(studied, *words), env=environment(studied), cwd=ROOT, stderr=subprocess.PIPE, text=True
+        command(folder, *words), env=environment(folder), cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
     deadline = time.monotonic() + 240
     while not _steps_done(client, "11") >= 3 and time.monotonic() < deadline and process.poll() is None:
@@ -328,7 +332,7 @@ def test_sigterm_ends_the_run_and_the_next_try_goes_on_from_the_last_checkpoint(
     assert process.returncode == 143, stderr
     first = _training(client, "11")
     assert first.info.status == "KILLED" and "SIGTERM" in first.data.tags[names.TAG_REASON]
-    done = python_m_qrl(studied, *words)
+    done = python_m_qrl(folder, *words)
     assert done.returncode == 0, done.stderr
     second = _training(client, "11")
     assert second.info.run_id != first.info.run_id and second.data.metrics["train/resumed_from"] >= 2

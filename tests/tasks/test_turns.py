@@ -255,6 +255,7 @@ def test_trainers_that_sample_stop_at_the_same_tokens(unnamed, tmp_path, is_dist
     assert set(trainer.eos_token_ids) == set(hf.end_tokens(None, unnamed)) == {0, 2}
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_answers_end_after_a_short_sft_also_for_programs_that_read_the_generation_settings_alone(unnamed, tmp_path):
     import torch

@@ -86,6 +86,7 @@ def test_the_loss_is_that_of_fine_tuning_on_the_right_completions(tmp_path):
     assert mean_loss(batch, torch.ones(24, dtype=bool)) > 1.5 * expected  # wrong ones would be seen
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_right_completions_alone_are_trained_on_and_a_killed_training_goes_on_bit_for_bit(tmp_path):
     logged = {}
