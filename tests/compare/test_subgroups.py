@@ -50,6 +50,13 @@ def test_each_subject_has_its_n_accuracies_and_gain():
     assert entry["number theory"] == {"n": 12, "cells": {}, "delta": {}}
 
 
+def test_a_group_of_just_enough_questions_has_numbers():
+    frame = rows()
+    frame.loc[frame["question"] >= 280, "subject"] = "twenty"
+    (group,) = [group for group in compare.from_questions(frame).subgroups["subject"] if group.name == "twenty"]
+    assert group.n == 20 and group.gains and group.accuracies
+
+
 def test_levels_are_numbers_in_order_also_beside_empty_values(tmp_path):
     frame = rows().drop(columns="subject")
     frame = frame.assign(level=(frame["question"] % 11 + 1).where(frame["question"] % 50 > 0))  # floats, some empty

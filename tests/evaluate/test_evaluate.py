@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import torch
 
-from qrl import names, stats, tasks, tiny
+from qrl import checkpoint, names, stats, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
 from qrl.evaluate import cells, groups, health, scores
@@ -304,3 +304,11 @@ def test_accuracy_by_subject_and_level_has_an_interval_and_n_for_each_cell():
     for label in ("sample", "seed"):  # neither several samples nor several trainings are more questions
         of_two_groups = groups.markdown(pd.concat([frame.assign(**{label: 0}), frame.assign(**{label: 1}, correct=1)]))
         assert "| Algebra | 0.875 [" in of_two_groups and "(n = 40)" in of_two_groups and "| 1 of 1 |" in of_two_groups
+
+
+def test_a_prompt_that_fills_the_model_is_refused_and_one_with_a_token_less_is_not():
+    positions = checkpoint.positions(tiny.PATH)
+    questions = tasks.load("arithmetic", "heldout", 1, 0)
+    cells.check_lengths(tiny.PATH, questions, [[0] * (positions - 1)])
+    with pytest.raises(BadInput, match=f"is a prompt of {positions:,} tokens"):
+        cells.check_lengths(tiny.PATH, questions, [[0] * positions])

@@ -135,6 +135,11 @@ def test_a_recipe_that_breaks_one_rule_is_refused_with_its_name_and_its_field(na
     assert str(refused.value) == rule.sentence(BROKEN[name]) and "{" not in str(refused.value)
 
 
+def test_all_tokens_of_a_completion_may_be_overlong():
+    most = Train().max_completion_tokens
+    rules.check(Recipe(train=Train(rewards=("soft_overlong",), soft_overlong_tokens=most)))
+
+
 @pytest.mark.parametrize("name", WARNED)
 def test_a_setting_without_effect_is_only_warned_of(name):
     rules.check(WARNED[name])

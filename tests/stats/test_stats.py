@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from qrl import stats
 from qrl.stats.contrasts import MOST_KINDS, _few_kinds
+from qrl.stats.tails import Tails
 from qrl.stats.text import percent_interval
 
 CLOSE = {"rel": 1e-9, "abs": 1e-12}
@@ -306,3 +307,9 @@ def test_graded_scores_are_resampled_at_even_steps_with_the_same_mean_and_error(
 def test_a_share_that_rounds_to_0_has_no_sign():
     assert percent_interval(stats.Estimate(-1e-5, 1e-5, -3e-5, 2e-5, 10)) == "0 % [0, 0]"
     assert percent_interval(stats.Estimate(-0.95, 0.1, -1.03, -0.88, 10)) == "−95 % [−103, −88]"
+
+
+@pytest.mark.parametrize(("changes", "is_few"), [(24, True), (25, False)])
+def test_bounds_are_exact_below_25_changes(changes, is_few):
+    found = Tails.of(np.array([0.0, 1.0]), np.array([1000 - changes, changes]), -1.0, 1.0)
+    assert found.few is is_few

@@ -104,6 +104,17 @@ def test_where_either_margin_may_hold_both_tests_must_be_passed():
     assert verdict(0.0, stderr=0.0065, gain=0.11, gain_stderr=0.001).verdict == "survives"
 
 
+@pytest.mark.parametrize(
+    ("gain", "gain_stderr", "stderr"),
+    [
+        (0.14, 0.025, 0.007),  # a loss of a tenth is excluded, 0.0122 < 0.014, and one of 0.01 is not, 0.0115
+        (0.085, 0.020, 0.0055),  # a loss of 0.01 is excluded, 0.0091, and one of a tenth is not, 0.0096 > 0.0085
+    ],
+)
+def test_one_of_the_two_tests_is_not_enough(gain, gain_stderr, stderr):
+    assert verdict(0.0, stderr=stderr, gain=gain, gain_stderr=gain_stderr).verdict == "inconclusive"
+
+
 def test_the_n_that_would_decide_does_so_four_times_in_five():
     found = verdict(-0.004, stderr=0.03)
     stderr = 0.03 * math.sqrt(1000 / found.n_to_decide)
