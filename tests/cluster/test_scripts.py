@@ -66,6 +66,7 @@ def test_several_nodes_train_through_srun_and_torchrun():
     line = script.splitlines()[-1]
     assert wanted.cluster.processes() == 8  # as in the training's cache key
     assert flags(script)["nodes"] == "2" and " -- srun --kill-on-bad-exit=1 --nodes=2 " in line
+    assert "SLURM_JOB_ID % 1000" in line  # a port of its own: two jobs may share a node
     assert "--nnodes=2 --nproc-per-node=4 --rdzv-backend=c10d" in line and line.endswith("-m qrl train --train.steps 8")
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 

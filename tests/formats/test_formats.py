@@ -303,3 +303,15 @@ def test_unreadable_checkpoints_are_refused(tiny_checkpoint, nf4_folder, tmp_pat
     shutil.copy(nf4_folder / "config.json", folder / "config.json")
     with pytest.raises(BadInput, match=f"{name}.*absmax"):
         next(stored.matrices(folder, [name]))
+
+
+def test_the_short_last_block_of_nf4_has_its_own_scale():
+    state = json.dumps({"blocksize": 4, "shape": [3, 3]}).encode()
+    tensors = {
+        "weight": torch.full((5, 1), 0x11, dtype=torch.uint8),  # code 1 everywhere; the tenth half is padding
+        "weight.quant_map": torch.arange(16.0),
+        "weight.absmax": torch.tensor([1.0, 2.0, 3.0]),
+        decode.NF4_STATE.removeprefix("."): torch.tensor(list(state), dtype=torch.uint8),
+    }
+    values = decode.nf4(tensors, {}, "layer").values.flatten().tolist()
+    assert values == [1.0] * 4 + [2.0] * 4 + [3.0]

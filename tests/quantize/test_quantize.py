@@ -10,7 +10,7 @@ import transformers
 from qrl import checkpoint, quantize
 from qrl.engine import hf
 from qrl.errors import BadInput, QrlError
-from qrl.quantize import awq, calibration, fit, settings, staging
+from qrl.quantize import awq, calibration, error, fit, settings, staging
 from qrl.recipe import Quantize
 
 
@@ -226,3 +226,9 @@ def test_the_best_clip_is_the_one_that_changes_the_output_least():
     step = torch.stack(losses).argmin(0)
     assert torch.allclose(clips[..., 0], largest * (1 - step / 20))
     assert 0 < (step > 0).double().mean() < 1
+
+
+def test_an_error_is_relative_to_what_the_original_computes():
+    original = error.Outputs([torch.full((2, 3), 2.0)], torch.full((1, 4), 4.0))
+    quantized = error.Outputs([torch.full((2, 3), 3.0)], torch.full((1, 4), 3.0))
+    assert error.between(original, quantized) == error.Errors((0.25,), 0.0625)
