@@ -59,7 +59,8 @@ _VOCABULARY_LIMITS = dict.fromkeys(("tokenizer.json", "vocab.*", "merges.txt", *
 _SIZE_LIMITS = {"*.jinja": 1, INDEX: 64, SCALES: 64, **_VOCABULARY_LIMITS, "*": 8}
 _PICKLES = (".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _MAX_READERS = 16  # files hashed at once
-_POINTER, _MAX_POINTER = b"version https://git-lfs.github.com/spec/", 1024  # how a pointer begins; most bytes of one
+_POINTER = b"version https://git-lfs.github.com/spec/"  # how a pointer of Git LFS begins
+_MAX_POINTER = 1024  # bytes; a larger file is none
 _UNSAFE = {".py": "Python code", ".bin": "pickled weights", **dict.fromkeys(_PICKLES, "a pickle")}
 
 

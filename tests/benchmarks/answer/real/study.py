@@ -114,7 +114,7 @@ class Study:
         is_lora = own["train.method"].eq(LORA) | own[names.TAG_STEP].eq("merge")  # a store calls it grpo
         variant = own[names.TAG_VARIANT].mask(is_lora, LORA)
         if RATE in own:  # a store calls both of them sft
-            is_same_rate = variant.eq(names.SFT) & own[RATE].astype(float).eq(1e-5)
+            is_same_rate = variant.eq(names.SFT) & own[RATE].astype(float).eq(float(SAME_RATE.removeprefix("sft-")))
             variant = variant.mask(is_same_rate, SAME_RATE)
         return own.assign(variant=variant)
 
