@@ -101,6 +101,8 @@ def _set_variables() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if os.environ.get("QRL_PLACE") == "vllm":  # torch asks the driver's library, so that the process can still fork
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     if not sys.stderr.isatty():  # progress in a file: a line every half minute instead of ten a second
         os.environ.setdefault("TQDM_MININTERVAL", "30")
     # OpenMP threads that spin while they wait take the processor from the threads they wait for, if others want it too:

@@ -1,13 +1,15 @@
-"""Recognize that memory ran out, on any device, and repeat the work once with half the batch."""
+"""How much memory is free, and what happens where it ran out: the work is repeated once with half the batch."""
 
 import gc
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from qrl.errors import QrlError
 
 _Result = TypeVar("_Result")
+_CGROUP = Path("/sys/fs/cgroup")  # a container's limit of memory
 _WORDS = ("out of memory", "can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
@@ -69,3 +71,24 @@ def _free() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def free_bytes(device: str) -> int:
+    """Return the memory that is free on a device, in a container at most what its limit leaves."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.mem_get_info()[0]
+    import psutil
+
+    free = psutil.virtual_memory().available
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit == "max":
+            return free
+        used = int((_CGROUP / "memory.current").read_text())
+        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        file_cache = int(statistics["inactive_file"])  # counts as used, but is given up when memory is short
+        return min(free, int(limit) - used + file_cache)
+    except (OSError, KeyError, ValueError):  # no container, or an older kernel's files
+        return free

@@ -50,7 +50,9 @@ _ENVIRONMENT = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a process that has used torch on a GPU cannot fork
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # sends our own `_inspect` to vLLM's worker, and nothing from outside
 }
-GRAPHS_ALONE = {"optimization_level": 0, "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}
+# A batch is padded to the next size that has a graph. vLLM captures graphs of three times as many sizes, which takes
+# longer than small models take to answer.
+_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 _CPU_SHARE = 0.1  # of the machine's memory that must be free; the default is 92 %
 
 
@@ -73,6 +75,7 @@ class Vllm(AbstractContextManager):
         kv_fp8: bool = False,
         gpus: int = 1,
         compiled: bool = True,
+        in_process: bool = False,
     ) -> None:
         """Load a checkpoint in place.
 
@@ -89,6 +92,7 @@ class Vllm(AbstractContextManager):
             kv_fp8: keep the key-value cache in FP8, under the checkpoint's scales, or 1 where it has none.
             gpus: that divide the weights of each layer.
             compiled: let torch.compile fuse the layers on a GPU; else CUDA graphs alone, for a sooner first start.
+            in_process: run the engine in this process, which must do nothing else, instead of starting one for it.
 
         Raises:
             BadInput: vLLM is not installed here, or has no kernel for the checkpoint's scheme.
@@ -99,6 +103,7 @@ class Vllm(AbstractContextManager):
         if not on_gpu:
             os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # in GiB; the default is half of the memory
         os.environ["VLLM_BATCH_INVARIANT"] = "1" if deterministic and on_gpu else "0"
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process and gpus == 1 else "1"
         try:
             import vllm
         except ImportError as error:
@@ -113,7 +118,7 @@ class Vllm(AbstractContextManager):
         self.name = f"{NAME} {vllm.__version__}"
         self._sampling = vllm.SamplingParams
         memory_settings = memory_options(memory, cache_gib) if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}
-        compile_options = GRAPHS_ALONE if on_gpu and not compiled else {}
+        compile_options = graphs_alone(sequences) if on_gpu and not compiled else {}
         try:
             with process.deaf_children(), process.swallowing():
                 self._llm = vllm.LLM(
@@ -289,6 +294,14 @@ class Vllm(AbstractContextManager):
                 f"{', '.join(self.kernels)}: a scheme without a kernel for this machine needs another machine, or "
                 "evaluate.engine=transformers."
             ) from error
+
+
+def graphs_alone(sequences: int) -> dict[str, Any]:
+    """Return vLLM's options for CUDA graphs without torch.compile, for batches of up to `sequences`."""
+    largest = next((size for size in _GRAPH_SIZES if size >= sequences), _GRAPH_SIZES[-1])
+    sizes = [size for size in _GRAPH_SIZES if size <= largest]
+    compilation = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}
+    return {"optimization_level": 0, "compilation_config": compilation}
 
 
 def _check_memory(share: float, error: Exception) -> None:

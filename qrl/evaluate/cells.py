@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from qrl.engine import vllm
+
+
+# What an engine imports when it starts: processes that are forked after this share it.
+_ENGINE_MODULES = ("vllm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker")
 
 
 @dataclass(frozen=True)
@@ -116,23 +122,17 @@ def answer_questions(
     samples = settings.samples
     tokens = hf.tokenizer(cell.path)
     tags = prompt.thinking_tags(tokens, prompt.of_recipe(recipe))
-    question_prompts = _rendered(cell.path, tokens, questions, prompt.of_recipe(recipe), render)
-    check_lengths(cell.path, questions, question_prompts)
+    inputs = read_inputs(cell.path, tokens, questions, recipe, render=render)
+    check_lengths(cell.path, questions, inputs.prompts)
 
     # A row per sample: each question and its prompt are repeated, the samples of a question together.
-    prompts = _repeated(question_prompts, samples)
+    prompts = _repeated(inputs.prompts, samples)
     repeated_questions = _repeated(questions, samples)
-    references: dict[int, list[int]] = {}
-    if settings.perplexity:
-        references = _references(questions, question_prompts, tokens, cell.path, tags)
-
-    window = max(map(len, question_prompts)) + settings.max_new_tokens
-    for index, ids in references.items():
-        window = max(window, len(question_prompts[index]) + len(ids) + 1)
+    references = inputs.references
 
     # The caller's engines stay open for its next cell; without any, this cell's is stopped.
     engines_context = nullcontext(engines) if engines else Engines()
-    with engines_context as open_engines, _opened(cell, recipe, device, window, open_engines) as engine:
+    with engines_context as open_engines, _opened(cell, recipe, device, inputs.window, open_engines) as engine:
         engine.generate(prompts[: settings.batch_size], max_new_tokens=2)  # warm-up: libraries initialize themselves
         start = time.perf_counter()
         completions = engine.generate(
@@ -145,7 +145,7 @@ def answer_questions(
         seconds = time.perf_counter() - start  # decoding alone, without loading
         scores = []
         if references:
-            reference_prompts = [question_prompts[index] for index in references]
+            reference_prompts = [inputs.prompts[index] for index in references]
             scores = engine.log_likelihoods(reference_prompts, list(references.values()))
 
     labels = {"variant": cell.variant, "scheme": cell.scheme, "dtype": engine.dtype}
@@ -158,6 +158,32 @@ def answer_questions(
     receipt = engine.receipt | {"completions": _digest(completions)}
     generated = sum(completion.n_tokens for completion in completions)
     return Answers(frame, generated / seconds, engine.dtype, receipt)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What an engine reads for N questions."""
+
+    prompts: list[list[int]]  # N, as token ids
+    references: dict[
+        int, list[int]
+    ]  # with `evaluate.perplexity`: question → its worked solution, which follows its prompt
+    window: int  # tokens of the longest prompt with its answer, or with its solution
+
+
+def read_inputs(
+    path: Path, tokens: Any, questions: Sequence[tasks.Question], recipe: Recipe, *, render: Callable = prompt.render
+) -> Inputs:
+    """Return what an engine reads for N questions; arguments as for `answer_questions`."""
+    template = prompt.of_recipe(recipe)
+    prompts = _rendered(path, tokens, questions, template, render)
+    references: dict[int, list[int]] = {}
+    if recipe.evaluate.perplexity:
+        references = _references(questions, prompts, tokens, path, prompt.thinking_tags(tokens, template))
+    window = max(map(len, prompts)) + recipe.evaluate.max_new_tokens
+    for index, ids in references.items():
+        window = max(window, len(prompts[index]) + len(ids) + 1)
+    return Inputs(prompts, references, window)
 
 
 def _repeated(items: Sequence[Any], times: int) -> list[Any]:
@@ -293,7 +319,8 @@ def _opened(cell: Cell, recipe: Recipe, device: str, window: int, engines: Engin
         "gpus": settings.tensor_parallel,
         "deterministic": settings.deterministic,
         "seed": recipe.seed,
-        "compiled": settings.compile,
+        "compiled": settings.compiles,
+        "in_process": multiprocessing.parent_process() is not None,  # a lane: one start is saved
         "kv_fp8": cell.scheme.endswith(names.KV_FP8),
     }
     with (
@@ -340,6 +367,18 @@ def _is_unpacked(path: Path, recipe: Recipe) -> bool:
     """Return whether vLLM gets the checkpoint's values instead of its codes."""
     quantization = checkpoint.config(path).get("quantization_config")
     return bool(recipe.evaluate.unpacked and quantization and kind.of_weights_alone(quantization))
+
+
+def can_fork_engines() -> bool:
+    """Return whether forked processes can run vLLM: it is imported here, and this process has not used the GPU."""
+    try:
+        for module in _ENGINE_MODULES:
+            importlib.import_module(module)
+    except ImportError:  # `Vllm` says what to do
+        return False
+    import torch
+
+    return not torch.cuda.is_initialized()
 
 
 def engine_sort_key(path: Path, scheme: str, recipe: Recipe) -> tuple[bool, bool]:

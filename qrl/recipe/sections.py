@@ -11,7 +11,20 @@ import yaml
 from pydantic import JsonValue, ValidationInfo, field_validator
 
 from qrl import names as known
-from qrl.recipe.base import JUDGES, NO_KEY, Count, Limit, NoKey, NotInKey, Section, Selection, once, one_of, option
+from qrl.recipe.base import (
+    JUDGES,
+    NO_KEY,
+    Count,
+    Limit,
+    NoKey,
+    NotInKey,
+    Section,
+    Selection,
+    compiles,
+    once,
+    one_of,
+    option,
+)
 from qrl.recipe.layers import Layers
 from qrl.recipe.stages import DEFAULT, Stage, completed
 from qrl.recipe.training import Merge, Rollout, Train, Watch
@@ -84,8 +97,10 @@ class Evaluate(Section):
     kv_cache_gib: NoKey[float | None] = option(
         None, "vLLM: fixed size of the KV cache, instead of that share: several evaluations can then share a GPU", gt=0
     )
-    compile: Annotated[bool, NotInKey("compile", True)] = option(
-        True, "vLLM on a GPU: torch.compile; false: CUDA graphs alone, so that an engine starts sooner"
+    compile: Annotated[bool | None, NotInKey("compile", None)] = option(
+        None,
+        "vLLM on a GPU: torch.compile; false: CUDA graphs alone, so that an engine starts sooner; default: true for "
+        "cells of up to 5 million tokens or more (n × samples × max_new_tokens)",
     )
     n: int = option(2000, "held-out questions, at most; the same for every cell", ge=2, le=1_000_000)
     samples: int = option(1, "answers to each question; 1 is greedy, more are sampled", ge=1, le=1000)
@@ -114,6 +129,11 @@ class Evaluate(Section):
     tensor_parallel: Annotated[Count, NotInKey("tensor_parallel", 1)] = option(
         1, "vLLM, in evaluation and serving: GPUs that divide one model's weights"
     )
+
+    @property
+    def compiles(self) -> bool:
+        """Whether vLLM compiles the model on a GPU: `compile`, or whether the tokens to come pay for it."""
+        return compiles(self.compile, self.n * self.samples * self.max_new_tokens)
 
 
 class Diagnose(Section):

@@ -278,6 +278,12 @@ class Train(Section):
         return f"the right ones of {completions}" if self.algorithm == "raft" else completions
 
     @property
+    def most_tokens(self) -> int:
+        """How many tokens its rollouts have at most."""
+        completions = self.steps * self.prompts_per_step * self.generations // self.num_iterations
+        return completions * self.max_completion_tokens
+
+    @property
     def packed(self) -> bool:
         """Whether the base is stored in memory as bitsandbytes codes."""
         return self.storage in PACKED
@@ -308,8 +314,10 @@ class Rollout(Section):
     kv_cache_gib: _OfVllm[float | None] = option(
         None, "fixed size of a colocated engine's KV cache: several trainings can then share a GPU", gt=0
     )
-    compile: _OfVllm[bool] = option(
-        True, "torch.compile in a colocated engine; false: CUDA graphs alone, so that it starts sooner"
+    compile: _OfVllm[bool | None] = option(
+        None,
+        "torch.compile in a colocated engine; false: CUDA graphs alone, so that it starts sooner; default: true for "
+        "trainings of up to 5 million completion tokens or more",
     )
     max_model_tokens: _OfVllm[Count | None] = option(
         None, "longest prompt plus completion, in tokens; default: the checkpoint's limit"

@@ -1,16 +1,21 @@
-"""A step's cells answered in several processes at once, where that is faster than one process with all threads.
+"""A step's cells answered in several processes at once, where that is faster than one process.
 
-Threads that share the small matrices of a small model wait for one another: on two cores of an AMD EPYC two processes
-needed 15 % less CPU time than two threads for the same answers, and less wall time on a machine that had other work to
-do; on 2 and on 16 cores of an idle Xeon they took as long as threads (tests/benchmarks/results/study.md). The processes
-are forked, so they import nothing again, and have one thread each. They only compute; the step logs.
+On a CPU, threads that share the small matrices of a small model wait for one another: on two cores of an AMD EPYC two
+processes needed 15 % less CPU time than two threads for the same answers, and less wall time on a machine that had
+other work to do; on 2 and on 16 cores of an idle Xeon they took as long as threads
+(tests/benchmarks/results/study.md). The processes are forked, so they import nothing again, and have one thread each.
+They only compute; the step logs.
+
+On a GPU each process holds a vLLM engine (`evaluate/lanes.py`). The step itself must not use the GPU, since a process
+that has cannot fork.
 """
 
-import concurrent.futures
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for
 from typing import Any
 
 from qrl.errors import QrlError
@@ -23,7 +28,6 @@ _POLL_S = 0.3  # between two looks at a cell's progress
 
 Progress = Callable[[int], object]  # called with the number of answers since the last call
 Ask = Callable[[Any, Progress], Any]
-_answer_counts: Any = None  # finished answers of each cell, shared by the processes; set in each of them
 
 
 def processes(cells: int, largest_bytes: int) -> int:
@@ -36,62 +40,128 @@ def processes(cells: int, largest_bytes: int) -> int:
 
 
 @contextmanager
-def in_processes(ask: Ask, cells: Sequence, count: int) -> Iterator[Ask]:
-    """Yield `ask`, or a function like it that waits for a cell's answers while processes ask all cells in order.
+def in_processes(ask: Ask, lanes: Sequence[Sequence], count: int = 1) -> Iterator[Ask]:
+    """Yield `ask`, or a function like it that waits for a cell's answers while processes ask all cells.
 
     Args:
-        ask: a module's function of a cell and its progress; called in `count` processes, or in this one.
-        cells: what may be asked, each once.
-        count: number of processes; 1 is this one.
+        ask: a module's function of a cell and its progress; called in forked processes, or in this one.
+        lanes: what may be asked, each cell once; the cells of a lane are asked in order.
+        count: number of processes of each lane. One lane with one process is this process.
     """
-    if count < 2:
+    if len(lanes) < 2 and count < 2:
         yield ask
         return
     for grader in (pool, limits):  # their threads would not be copied, and a lock that one holds would never open
         grader.close()
-    fork = multiprocessing.get_context("fork")
-    answer_counts = fork.Array("q", len(cells))
-    executor = concurrent.futures.ProcessPoolExecutor(count, fork, _begin, (answer_counts,))
+    asked = _Asked(ask, lanes, count)
     try:
-        futures = [executor.submit(_ask_in_process, ask, index, cell) for index, cell in enumerate(cells)]
+        yield asked.wait
+    finally:
+        asked.end()
 
-        def wait(cell: Any, progress: Progress) -> Any:
-            index = next(i for i, candidate in enumerate(cells) if candidate is cell)
-            reported = 0
-            is_done = False
-            while not is_done:
-                is_done = bool(concurrent.futures.wait([futures[index]], timeout=_POLL_S).done)
-                progress(answer_counts[index] - reported)
-                reported = answer_counts[index]
-            try:
-                return futures[index].result()
-            except BrokenProcessPool:
+
+class _Asked:
+    """Cells that forked processes ask, and the answers that have come so far."""
+
+    def __init__(self, ask: Ask, lanes: Sequence[Sequence], count: int) -> None:
+        self._cells = [cell for lane in lanes for cell in lane]
+        self._answers: dict[int, Any] = {}  # number of a cell → its answers, or the error that they ended in
+        self._processes: dict[Connection, Any] = {}  # by the connection to each
+        self._connections: list[Connection] = []  # to processes that may send more answers
+        self._is_broken = False
+        fork = multiprocessing.get_context("fork")
+        self._counts = fork.Array("q", len(self._cells))  # answers so far, by cell
+        first = 0
+        for lane in lanes:
+            next_cell = fork.Value("q", first)
+            first += len(lane)
+            for _ in range(count):
+                ours, theirs = fork.Pipe(duplex=False)
+                arguments = (ask, self._cells, self._counts, next_cell, first, theirs)
+                process = fork.Process(target=_ask_lane, args=arguments, daemon=False)
+                process.start()
+                theirs.close()  # so that the pipe ends with the process
+                self._processes[ours] = process
+                self._connections.append(ours)
+
+    def wait(self, cell: Any, progress: Progress) -> Any:
+        """Wait for a cell's answers, and return them or raise the error that they ended in."""
+        number = next(number for number, candidate in enumerate(self._cells) if candidate is cell)
+        reported = 0
+        while number not in self._answers:
+            if self._is_broken or not self._connections:
                 raise QrlError(
                     "A process that answered cells was ended from outside, as the system does where memory is short: "
                     "free some, or set OMP_NUM_THREADS=1 for one process, and run the same command again."
-                ) from None
+                )
+            self._receive()
+            progress(self._counts[number] - reported)
+            reported = self._counts[number]
+        answers = self._answers.pop(number)
+        if isinstance(answers, BaseException):
+            raise answers
+        return answers
 
-        yield wait
-    finally:
-        for child in multiprocessing.active_children():
-            child.kill()  # Python drops a SIGTERM that reaches a process between its fork and its first line
-        executor.shutdown(cancel_futures=True)
+    def _receive(self) -> None:
+        """Take what processes send within a moment."""
+        for connection in wait_for(self._connections, timeout=_POLL_S):
+            try:
+                number, answers = connection.recv()
+            except EOFError:  # the process is done, or dead
+                process = self._processes[connection]
+                process.join()
+                self._is_broken |= process.exitcode != 0
+                self._connections.remove(connection)
+            else:
+                self._answers[number] = answers
+
+    def end(self) -> None:
+        """End all processes."""
+        for process in self._processes.values():
+            process.kill()  # Python drops a SIGTERM that reaches a process between its fork and its first line
+        for process in self._processes.values():
+            process.join()
 
 
-def _begin(answer_counts: Any) -> None:
-    """Prepare a forked process."""
+def in_fork(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function returns in a forked process, such as one that uses the GPU, after which none can fork.
+
+    Raises:
+        Exception: whatever the function raised.
+        BrokenProcessPool: the process was killed.
+    """
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, fork, signals.die_with_parent) as executor:
+        return executor.submit(function, *arguments).result()
+
+
+def _ask_lane(ask: Ask, cells: Sequence, counts: Any, next_cell: Any, end: int, connection: Connection) -> None:
+    """Ask cells in a forked process until none is left of its lane, and send the answers of each, or its error.
+
+    Args:
+        ask: as for `in_processes`.
+        cells: of all lanes.
+        counts: answers so far, by cell.
+        next_cell: number of the lane's next cell, shared by its processes.
+        end: the number after the lane's last cell.
+        connection: to send pairs of a cell's number and its answers.
+    """
     import torch
 
-    global _answer_counts  # noqa: PLW0603
-    _answer_counts = answer_counts
     signals.die_with_parent()
     torch.set_num_threads(1)  # more could wait forever for threads that a fork does not copy
+    while True:
+        with next_cell.get_lock():
+            number = next_cell.value
+            next_cell.value += 1
+        if number >= end:
+            return
 
+        def progress(n: int, number: int = number) -> None:
+            counts[number] += n
 
-def _ask_in_process(ask: Ask, index: int, cell: Any) -> Any:
-    """Ask one cell in a forked process."""
-
-    def progress(n: int) -> None:
-        _answer_counts[index] += n
-
-    return ask(cell, progress)
+        try:
+            answers = ask(cells[number], progress)
+        except Exception as error:  # raised in the step's process
+            answers = error
+        connection.send((number, answers))

@@ -20,7 +20,7 @@ from qrl import checkpoint, names, tasks
 from qrl.engine import device as devices
 from qrl.engine import hf, memory
 from qrl.errors import Objections, UnhealthyCell
-from qrl.evaluate import cells, check_gpus, check_kv, groups, health, scores
+from qrl.evaluate import cells, check_gpus, check_kv, groups, health, lanes, scores
 from qrl.formats import groups as groups_of_codes
 from qrl.recipe import Recipe, lists
 from qrl.steps import answers, endings, outcome, record, stored
@@ -150,9 +150,12 @@ def _evaluate_all(evaluations: list[Evaluation]) -> tuple[dict[str, str], list[s
 
     stored_answers = {evaluation.label: _stored_answers(evaluation) for evaluation in evaluations}
     unanswered = [evaluation for evaluation in evaluations if not stored_answers[evaluation.label]]
+    division = _divide(unanswered)
     with (
         cells.Engines() as engines,
-        answers.in_processes(partial(_ask, engines), unanswered, _processes(unanswered)) as ask,
+        answers.in_processes(
+            partial(_ask, engines, cache_gib=division.cache_gib), division.lanes, division.processes
+        ) as ask,
     ):
         for evaluation in evaluations:
             try:
@@ -167,12 +170,47 @@ def _evaluate_all(evaluations: list[Evaluation]) -> tuple[dict[str, str], list[s
     return run_ids, void_cells
 
 
-def _processes(evaluations: list[Evaluation]) -> int:
-    """Return how many processes answer the cells; vLLM and a GPU are used by one alone."""
-    if not evaluations or evaluations[0].device != "cpu" or evaluations[0].recipe.evaluate.engine != hf.NAME:
-        return 1
-    largest_bytes = max(evaluation.weights.bytes for evaluation in evaluations)
-    return answers.processes(len(evaluations), largest_bytes)
+@dataclass(frozen=True)
+class _Division:
+    """Which cells are answered side by side."""
+
+    lanes: list[list[Evaluation]]
+    processes: int = 1  # of each lane
+    cache_gib: float | None = None  # of vLLM's engines, where several share a GPU
+
+
+def _divide(evaluations: list[Evaluation]) -> _Division:
+    """Divide cells among processes."""
+    if not evaluations:
+        return _Division([])
+    device = evaluations[0].device
+    if evaluations[0].recipe.evaluate.engine == hf.NAME:
+        processes = 1
+        if device == "cpu":
+            largest_bytes = max(evaluation.weights.bytes for evaluation in evaluations)
+            processes = answers.processes(len(evaluations), largest_bytes)
+        return _Division([evaluations], processes)
+
+    plan = _engines_together(evaluations) if device == "cuda" else None
+    if plan is None:
+        return _Division([evaluations])
+    click.echo(f"      {len(plan.lanes)} engines start and answer side by side", err=True)
+    return _Division([[evaluations[number] for number in lane] for lane in plan.lanes], 1, plan.cache_gib)
+
+
+def _engines_together(evaluations: list[Evaluation]) -> lanes.Plan | None:
+    """Plan vLLM engines side by side on the GPU; None for one after the other."""
+    first = evaluations[0]
+    recipe = first.recipe
+    if len(evaluations) < 2 or recipe.evaluate.tensor_parallel > 1 or not cells.can_fork_engines():
+        return None
+    try:
+        free_bytes = answers.in_fork(memory.free_bytes, first.device)
+    except RuntimeError:  # this process has used the GPU
+        return None
+    window = cells.read_inputs(first.weights.path, hf.tokenizer(first.weights.path), first.questions, recipe).window
+    given = [cells.Cell(evaluation.variant, evaluation.scheme, evaluation.weights.path) for evaluation in evaluations]
+    return lanes.together(given, recipe, window, free_bytes, memory.free_bytes("cpu"))
 
 
 def _stored_answers(cell: Evaluation) -> stored.StoredAnswers | None:
@@ -411,10 +449,20 @@ def _why_void(cell: Evaluation, full: stored.FullPrecision) -> list[str]:
     return [f"{unknown}. Evaluate {cell.variant}:{names.FULL} with the same settings, then this cell again."]
 
 
-def _ask(engines: cells.Engines, evaluation: Evaluation, progress: answers.Progress) -> cells.Answers:
-    """Return a cell's answers; if memory runs out, all of them again in batches of half the size."""
+def _ask(
+    engines: cells.Engines, evaluation: Evaluation, progress: answers.Progress, *, cache_gib: float | None = None
+) -> cells.Answers:
+    """Return a cell's answers; if memory runs out, all of them again in batches of half the size.
+
+    Args:
+        engines: keeps vLLM's engine for a next cell of this process.
+        evaluation: the cell.
+        progress: called with the number of answers since the last call.
+        cache_gib: size of the engine's key-value cache, where several share a GPU; default: the recipe's.
+    """
     cell = cells.Cell(evaluation.variant, evaluation.scheme, evaluation.weights.path)
     settings = evaluation.recipe.evaluate
+    sizes = {} if cache_gib is None else {"kv_cache_gib": cache_gib}
     answered = 0
 
     def count(n: int) -> None:
@@ -424,7 +472,7 @@ def _ask(engines: cells.Engines, evaluation: Evaluation, progress: answers.Progr
 
     def ask(batch_size: int) -> cells.Answers:
         count(-answered)  # the bar begins again with each attempt
-        sized = settings.model_copy(update={"batch_size": batch_size})
+        sized = settings.model_copy(update=sizes | {"batch_size": batch_size})
         recipe = evaluation.recipe.model_copy(update={"evaluate": sized})
         return cells.answer_questions(
             cell, evaluation.questions, recipe, evaluation.device, progress=count, engines=engines

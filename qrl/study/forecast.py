@@ -1,4 +1,4 @@
-"""How long a study will take, from the speed of the base's trial, and how much memory is free for it.
+"""How long a study will take, from the speed of the base's trial.
 
 The base answers a few questions before anything is trained (`trial`). From the times of these answers follow those of
 all rollouts and evaluations; a training step adds forward and backward passes over what was sampled.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qrl.recipe import Recipe
@@ -17,8 +16,6 @@ from qrl.train.footprint import Shape
 
 if TYPE_CHECKING:
     import pandas as pd
-
-_CGROUP = Path("/sys/fs/cgroup")  # a container's limit of memory
 
 
 @dataclass(frozen=True)
@@ -77,27 +74,6 @@ def _training_s(trial: Trial, recipe: Recipe, shape: Shape, longest_answer: int)
     text_tokens = float(trial.frame["prompt_tokens"].mean()) + float(trial.frame["n_tokens"].mean())
     updates_s = train.steps * batch * text_tokens * trial.forward_s * (3 + extra_passes) * head_factor
     return rollouts_s + updates_s
-
-
-def free_bytes(device: str) -> int:
-    """Return the memory that is free on a device, in a container at most what its limit leaves."""
-    if device == "cuda":
-        import torch
-
-        return torch.cuda.mem_get_info()[0]
-    import psutil
-
-    free = psutil.virtual_memory().available
-    try:
-        limit = (_CGROUP / "memory.max").read_text().strip()
-        if limit == "max":
-            return free
-        used = int((_CGROUP / "memory.current").read_text())
-        statistics = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
-        file_cache = int(statistics["inactive_file"])  # counts as used, but is given up when memory is short
-        return min(free, int(limit) - used + file_cache)
-    except (OSError, KeyError, ValueError):  # no container, or an older kernel's files
-        return free
 
 
 def duration(seconds: float) -> str:

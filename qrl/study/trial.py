@@ -65,13 +65,13 @@ def _begin(parent: int) -> None:
 
 def _run(recipe: Recipe, path: Path, device: str) -> Trial:
     from qrl.engine import device as devices
-    from qrl.engine import hf
+    from qrl.engine import hf, memory
     from qrl.evaluate import cells
     from qrl.tasks import prompt, question_sets
 
     heldout = question_sets.load_evaluated(recipe, max(N, recipe.evaluate.n))
     questions = heldout[:N]
-    free_bytes = forecast.free_bytes(device)
+    free_bytes = memory.free_bytes(device)
     _check_memory(path, device, free_bytes)
     model, tokenizer = hf.load(path, device, devices.compute_dtype(recipe.evaluate.dtype, device))
     prompts = [prompt.render(tokenizer, question.question, prompt.of_recipe(recipe)) for question in questions]

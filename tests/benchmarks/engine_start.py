@@ -25,11 +25,11 @@ def measure(model: str, kind: str, sequences: int, tokens: int) -> dict:
     began = time.monotonic()
     import vllm
 
-    from qrl.engine.vllm import GRAPHS_ALONE
+    from qrl.engine.vllm import graphs_alone
     from qrl.engine.vllm_support import memory_options
 
     imported = time.monotonic()
-    options = {"compiled": {}, "graphs": GRAPHS_ALONE, "eager": {"enforce_eager": True}}[kind]
+    options = {"compiled": {}, "graphs": graphs_alone(sequences), "eager": {"enforce_eager": True}}[kind]
     engine = vllm.LLM(
         model, dtype="bfloat16", max_model_len=512, max_num_seqs=sequences, **memory_options(0.5, 2), **options
     )

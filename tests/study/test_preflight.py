@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from qrl import names, recipe, tasks, tiny
+from qrl.engine import memory
 from qrl.errors import BadInput, Objections, QrlError, UnhealthyCell
 from qrl.evaluate import health
 from qrl.recipe import Evaluate
@@ -313,7 +314,7 @@ def test_too_little_memory_for_the_optimizer_is_an_objection(monkeypatch):
     with pytest.raises(BadInput, match=r"Training needs .* for weights and optimizer, but .* are free"):
         preflight.rehearse(study(), "cpu", everything(), yes=False)
     monkeypatch.undo()
-    monkeypatch.setattr(forecast, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 1000)
     with pytest.raises(BadInput, match=r"of weights in bf16, but .* are free"):
         trial.run(study(), tiny.PATH, "cpu")
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qrl import checkpoint, process
+from qrl.engine import memory
 from qrl.errors import BadInput
 from qrl.study import forecast
 from qrl.workspace import Scratch, check_space, write_atomically
@@ -112,7 +113,7 @@ def check_present(out: Path) -> None:
 def check_room(out: Path) -> None:
     """Raise BadInput if the disk or the memory is too small."""
     check_space(out, WEIGHTS_BYTES + DOWNLOAD_BYTES, "The model, with its download,")
-    free_bytes = forecast.free_bytes("cpu")
+    free_bytes = memory.free_bytes("cpu")
     if free_bytes < MEMORY_BYTES:
         raise BadInput(
             f"Decoding the model needs {forecast.size(MEMORY_BYTES)} of memory, but {forecast.size(free_bytes)} are "

@@ -56,6 +56,7 @@ def create(
     terms: Sequence[str] = (),
     slot: Mapping[str, Any] | None = None,
     raw_logprobs: bool = False,
+    compiled: bool = True,
 ) -> LLM:
     """Return an engine in the process of the trained model.
 
@@ -69,6 +70,7 @@ def create(
         terms: of `train.qat_layers`: which linears have the format.
         slot: vLLM's options for an adapter that is not merged, from `slot.options`.
         raw_logprobs: report log-probabilities before tokens are penalized or left out, at temperature 1.
+        compiled: let torch.compile fuse the layers; else CUDA graphs alone.
 
     Raises:
         BadInput: vLLM has no kernel for the format here.
@@ -90,7 +92,7 @@ def create(
 
         format_options = {"hf_overrides": {"quantization_config": rounding}}
     fp8 = settings.quantization == "fp8"
-    batch_options = _batches(sequences, fp8=fp8 or (holds_codes and qat == "fp8"), compiled=settings.compile)
+    batch_options = _batches(sequences, fp8=fp8 or (holds_codes and qat == "fp8"), compiled=compiled)
 
     # One engine per process, in the process itself: vLLM reads the variables that torchrun sets.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
@@ -173,7 +175,7 @@ def _batches(sequences: int, *, fp8: bool, compiled: bool) -> dict:
     """Return how many completions run at once, what is compiled and, in FP8, the batch sizes to pad to."""
     options: dict[str, Any] = {"max_num_seqs": sequences, "compilation_config": {}}
     if not compiled:
-        options |= vllm.GRAPHS_ALONE
+        options |= vllm.graphs_alone(sequences)
     if not fp8 or sequences < SLOW_FP8.start:
         return options
 

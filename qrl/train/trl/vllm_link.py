@@ -18,6 +18,7 @@ import torch
 
 from qrl.formats import groups
 from qrl.recipe import Rollout, Train
+from qrl.recipe.base import compiles
 from qrl.recipe.training import redistributed
 from qrl.train import rollout
 from qrl.train.rollout import codes, slot, sync, vllm_engine
@@ -69,11 +70,10 @@ def link(trainer, settings: Rollout, train: Train = _TRAIN, group_size: int = gr
     class Generation(Link, VLLMGeneration):
         """TRL's class behind ours."""
 
-    # TRL's constructor calls `_init_vllm`, which reads these five, so they must be there before it runs.
+    # TRL's constructor calls `_init_vllm`, which reads these four, so they must be there before it runs.
     Generation.trainer = trainer
     Generation.settings = settings
-    Generation.qat = train.qat
-    Generation.qat_layers = train.qat_layers
+    Generation.train = train
     Generation.group_size = group_size
     return Generation(
         model=trainer.model,
@@ -100,8 +100,7 @@ class Link:
 
     trainer = None  # TRL's
     settings: Rollout = _TRANSFORMERS
-    qat: str = "none"
-    qat_layers: tuple[str, ...] = ()
+    train: Train = _TRAIN
     group_size: int = groups.USUAL
     _slot: bool = False  # whether the adapter is sent alone, into a slot of the engine
     _base_sent: bool = False  # whether the engine has the base of that adapter
@@ -124,11 +123,12 @@ class Link:
             sleeps=self.enable_sleep_mode,
             rank=self.accelerator.process_index,
             world=self.accelerator.num_processes,
-            qat=self.qat,
+            qat=self.train.qat,
             group_size=self.group_size,
-            terms=self.qat_layers,
+            terms=self.train.qat_layers,
             slot=slot.options(self._model()) if self._slot else None,
             raw_logprobs=bool(redistributed(self)),
+            compiled=compiles(self.settings.compile, self.train.most_tokens),
         )
         set_seed(self.trainer.args.seed, device_specific=True)  # making an engine sets torch's seed
         if self.enable_sleep_mode:
@@ -137,7 +137,7 @@ class Link:
         self.accelerator.wait_for_everyone()
 
     def _iter_named_params(self):
-        if self._dist.is_fsdp and self.qat == "none":  # TRL gathers the shards; adapters were refused before
+        if self._dist.is_fsdp and self.train.qat == "none":  # TRL gathers the shards; adapters were refused before
             yield from super()._iter_named_params()
         elif self.settings.quantization == codes.NAME:
             yield from codes.named_codes(self._model(), torch.bfloat16)

@@ -11,6 +11,7 @@ from qrl import process
 from qrl.engine import hf, vllm
 from qrl.errors import BadInput
 from qrl.recipe import Rollout, Train, Watch
+from qrl.recipe.base import compiles
 from qrl.tasks import prompt
 from qrl.train import arguments, parallel
 from qrl.train.job import Job
@@ -184,8 +185,9 @@ def _sampling(train: Train, rollout: Rollout) -> dict[str, Any]:
     engine_options = {}
     if rollout.kv_cache_gib is not None:
         engine_options |= vllm.memory_options(rollout.gpu_memory_utilization, rollout.kv_cache_gib)
-    if not rollout.compile:
-        engine_options |= {key: json.dumps(value) for key, value in vllm.GRAPHS_ALONE.items()}
+    if not compiles(rollout.compile, train.most_tokens):
+        graphs = vllm.graphs_alone(train.prompts_per_step * train.generations)
+        engine_options |= {key: json.dumps(value) for key, value in graphs.items()}
     return {
         **{f"{SAMPLER}.engine_kwargs.vllm.{key}": value for key, value in engine_options.items()},
         f"{SAMPLER}.top_k": train.top_k or -1,
