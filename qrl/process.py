@@ -68,6 +68,11 @@ def prepare_process() -> None:
         os.chdir(folder)  # relative paths and work in progress belong to the folder of the launching command
     else:
         _leave_fetched_project()
+    prepare_imports()
+
+
+def prepare_imports() -> None:
+    """Set environment, log levels and the allocator as libraries should find them when they are imported."""
     _set_variables()
     _quiet_libraries()
     _keep_freed_memory()

@@ -20,7 +20,7 @@ COMPLETED = "COMPLETED"
 VANISHED = "VANISHED"  # the cluster does not know the job any more
 SETTINGS = "cluster.json"  # in a job's folder
 LOG_FILE = "log.txt"  # there too
-_NOT_PASSED = ("MLFLOW_RUN_ID", "QRL_LAUNCHER", "QRL_PLACE", "QRL_GPUS", CHOSEN, "CUDA_VISIBLE_DEVICES")
+_NOT_PASSED = ("MLFLOW_RUN_ID", "QRL_LAUNCHER", "QRL_PLACE", "QRL_GPUS", "QRL_WARM", CHOSEN, "CUDA_VISIBLE_DEVICES")
 
 
 class Unanswered(QrlError):

@@ -18,6 +18,7 @@ from qrl.errors import BadInput
 from qrl.study import build
 from qrl.study.build import PLACE
 from qrl.study.launch import DryRun, Launcher, launch, local_path, variables
+from qrl.study.warming import WarmProcesses
 from qrl.tracking import projects
 from qrl.tracking.keys import ROOT
 from qrl.workspace import write_atomically
@@ -77,6 +78,11 @@ def begin_builds(dry_run: DryRun) -> None:
     for folder in dict.fromkeys(dry_run.folders):
         with variables(folder):
             build.begin(folder, _manager())
+
+
+def begin_warming(warm_processes: WarmProcesses, device: str, dry_run: DryRun) -> None:
+    """Start processes that import what the steps still to run need, in environments that are there already."""
+    warm_processes.begin(device, dry_run.folders, _manager())
 
 
 def check_checkout(step: str) -> None:

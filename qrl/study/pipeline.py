@@ -17,8 +17,9 @@ from qrl.formats import groups
 from qrl.recipe import Recipe
 from qrl.study import preflight
 from qrl.study.build import environment_for
-from qrl.study.environments import begin_builds, check_checkout, look_ahead
+from qrl.study.environments import begin_builds, begin_warming, check_checkout, look_ahead
 from qrl.study.launch import DryRun, Failed, Launcher, Result, Step
+from qrl.study.warming import WarmProcesses
 from qrl.tracking import addresses, keys
 from qrl.tracking.places import side_by_side, trained_by
 from qrl.train import parallel
@@ -62,37 +63,44 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
 
     start = time.monotonic()
     check_checkout("study")
-    device, base, teacher, dry_run = _check(recipe, overrides, yes=yes)
-    if dry_run:
-        begin_builds(dry_run)
-
-    store.prepare()
     title = f"study of {source.short_name(recipe.model)} on {tasks.label(recipe.task)}"
-    with runs.step("study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}, run_name=title) as run:
-        # Train, evaluate, diagnose, compare and promote; a quantize for each environment; merge for an adapter.
-        step_count = 5 + len(side_by_side(recipe.quantize.schemes)) + recipe.train.adapter
-        launcher = Launcher(overrides, run.info.run_id, step_count)
-        steps = StudySteps(recipe, launcher, device)
-        try:
-            models, cells = steps.cells(base, teacher)
-            steps.diagnose(base, models[f"{recipe.train.variant}:{names.FULL}"], models)
-            steps.compare(cells)
-        except QrlError:
-            report.leave(launcher)
-            raise
-        report.show(recipe, launcher)
-        try:
-            stage = steps.promote(cells)
-        except GateRefused as refusal:
-            stage = steps.earned(cells)
-            report.close(recipe, launcher, time.monotonic() - start, stage=stage, refused=str(refusal))
-            raise
-        report.close(recipe, launcher, time.monotonic() - start, stage=stage)
-        return run.info.run_id
+    with WarmProcesses() as warm_processes:
+        device, base, teacher, dry_run = _check(recipe, overrides, warm_processes, yes=yes)
+        if dry_run:
+            begin_builds(dry_run)
+
+        store.prepare()
+        with runs.step(
+            "study", recipe, sections=tuple(keys.SECTIONS), params={"device": device}, run_name=title
+        ) as run:
+            # Train, evaluate, diagnose, compare and promote; a quantize for each environment; merge for an adapter.
+            step_count = 5 + len(side_by_side(recipe.quantize.schemes)) + recipe.train.adapter
+            launcher = Launcher(overrides, run.info.run_id, step_count)
+            steps = StudySteps(recipe, launcher, device)
+            try:
+                models, cells = steps.cells(base, teacher)
+                steps.diagnose(base, models[f"{recipe.train.variant}:{names.FULL}"], models)
+                steps.compare(cells)
+            except QrlError:
+                report.leave(launcher)
+                raise
+            report.show(recipe, launcher)
+            try:
+                stage = steps.promote(cells)
+            except GateRefused as refusal:
+                stage = steps.earned(cells)
+                report.close(recipe, launcher, time.monotonic() - start, stage=stage, refused=str(refusal))
+                raise
+            report.close(recipe, launcher, time.monotonic() - start, stage=stage)
+            return run.info.run_id
 
 
-def _check(recipe: Recipe, overrides: dict[str, str], *, yes: bool) -> tuple[str, str, str | None, DryRun | None]:
+def _check(
+    recipe: Recipe, overrides: dict[str, str], warm_processes: WarmProcesses, *, yes: bool
+) -> tuple[str, str, str | None, DryRun | None]:
     """Check all that can be known before anything is trained, and raise every objection at once.
+
+    The steps' environments are warmed up meanwhile, beside the base's trial.
 
     Returns:
         The device, the digests of the base and of the teacher, if there is one, and what the store lacks.
@@ -117,6 +125,8 @@ def _check(recipe: Recipe, overrides: dict[str, str], *, yes: bool) -> tuple[str
         objections.keep(registry.check_stages, registered_name, recipe.promote.declared)
         warning = objections.keep(registry.check_base, recipe, base)
         report.warn([warning] if warning else [])
+    if dry_run and not objections.sentences:
+        begin_warming(warm_processes, device, dry_run)
     preflight.rehearse(recipe, device, dry_run, yes=yes, objections=objections)
     return device, base, teacher, dry_run
 

@@ -19,10 +19,11 @@ from qrl.errors import BadInput, GateRefused, QrlError
 from qrl.recipe import Recipe
 from qrl.study import preflight
 from qrl.study.arms import WITHOUT_QUANTIZATION, Arm, controls, label, load, replaced, scheme_of, stages_of
-from qrl.study.environments import begin_builds, check_checkout, look_ahead
+from qrl.study.environments import begin_builds, begin_warming, check_checkout, look_ahead
 from qrl.study.launch import DryRun, Launcher
 from qrl.study.pipeline import Model, Models, StudySteps
 from qrl.study.report import SweepOutcome
+from qrl.study.warming import WarmProcesses
 from qrl.tracking import addresses
 from qrl.tracking.keys import SECTIONS
 from qrl.tracking.places import side_by_side
@@ -115,7 +116,12 @@ def study(
     params = {"device": targets[0].device, "seeds": ",".join(map(str, seeds)), "arms": ",".join(map(label, methods))}
     if models:
         params["models"] = ",".join(models.values())
-    with runs.step("sweep", methods[0], sections=tuple(SECTIONS), params=params) as run:
+    with (
+        WarmProcesses() as warm_processes,
+        runs.step("sweep", methods[0], sections=tuple(SECTIONS), params=params) as run,
+    ):
+        for target, dry_run in zip(targets, dry_runs, strict=True):
+            begin_warming(warm_processes, target.device, dry_run)
         steps_per_model = len(seeds) * _steps_per_seed(methods) + register
         launcher = Launcher({}, run.info.run_id, len(targets) * steps_per_model)
         for target, outcome in zip(targets, outcomes, strict=True):

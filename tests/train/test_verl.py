@@ -43,7 +43,7 @@ OTHER = {  # a value of each translated key that differs from the recipe's
     **{"train.rewards": "correct,format", "seed": "5", "train.parallel": "fsdp2", "train.processes": "2"},
     **{"rollout.gpu_memory_utilization": "0.4", "rollout.max_model_tokens": "99", "rollout.sleep": "off"},
     **{"rollout.is_correction": "sequence_mask", "rollout.is_correction_max": "3"},
-    **{"rollout.kv_cache_gib": "2", "rollout.compile": "false"},
+    **{"rollout.kv_cache_gib": "2", "rollout.compile": "true"},
 }
 WITH = {  # what a key needs beside it
     **{f"train.lora_{name}": {"train.method": "lora"} for name in ("rank", "alpha", "targets")},

@@ -1,0 +1,97 @@
+"""The warm processes of a study: one in each environment that several of its steps run in (`qrl/warm.py`)."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from qrl import cluster, warm
+from qrl.study.build import MANAGERS, PLACE, is_ready
+from qrl.tracking import projects
+from qrl.tracking.keys import ROOT
+
+_FEW_CORES = 4  # below these, imports take time from the steps that run meanwhile
+_FOR_ALL = (
+    *("qrl.steps.evaluate", "qrl.steps.train", "qrl.steps.quantize", "qrl.steps.diagnose", "qrl.steps.promote"),
+    *("mlflow.store.tracking.sqlalchemy_store", "mlflow.store.model_registry.sqlalchemy_store"),
+    *("transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto.modeling_auto"),
+    *("scipy.stats", "pyarrow.parquet", "qrl.figures.comparison", "qrl.figures.weights"),
+)
+# These look for a GPU when they are imported, and a process that has found one cannot fork.
+_ON_CPU = ("trl.trainer.grpo_trainer",)
+_OF_PLACE = {
+    "vllm": ("vllm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"),
+    "vllm_cpu": ("vllm", "vllm.v1.engine.llm_engine"),
+}
+
+
+class WarmProcesses(AbstractContextManager):
+    """Warm processes; leave the `with` block to end them."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None  # of their sockets
+        self._processes: dict[str, subprocess.Popen] = {}  # by place
+
+    def begin(self, device: str, folders: list[Path], manager: str) -> None:
+        """Start a process in each environment that will pay for it.
+
+        Args:
+            device: "cpu" or "cuda".
+            folders: the projects of the steps still to run, one a step.
+            manager: of environments, as `mlflow run --env-manager` takes it.
+        """
+        if not folders or cluster.chosen():  # a job's processes are its own
+            return
+        has_cores = len(os.sched_getaffinity(0)) >= _FEW_CORES
+        for folder in dict.fromkeys([ROOT, *folders]):  # the core environment always has several steps
+            python = _python(folder, manager)
+            if python and (folder == ROOT or folders.count(folder) > 1 or has_cores):
+                self._start("" if folder == ROOT else folder.name, python, _modules(device, folder))
+        os.environ[warm.FOLDER] = str(self._folder)  # for the steps that this process launches
+
+    def _start(self, place: str, python: Path, modules: tuple[str, ...]) -> None:
+        if place in self._processes:
+            return
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="qrl-warm-"))  # nobody else can read it
+        address = warm.socket_of(self._folder, place)
+        words = [python, "-m", "qrl", warm.COMMAND, address, str(os.getpid()), *modules]
+        variables = os.environ | ({PLACE: place} if place else {})
+        variables.pop("MLFLOW_RUN_ID", None)  # of the study
+        self._processes[place] = subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def __exit__(self, *_error: object) -> None:
+        for warm_process in self._processes.values():
+            warm_process.kill()
+            warm_process.wait()
+        self._processes.clear()
+        os.environ.pop(warm.FOLDER, None)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+
+def _python(folder: Path, manager: str) -> Path | None:
+    """Return the Python of a folder's environment; None if MLflow has still to build it, or builds none of its own."""
+    if folder == ROOT or manager == "local":
+        return Path(sys.executable)
+    if manager not in MANAGERS or not is_ready(folder, manager):
+        return None
+    return projects.environment(folder) / "bin" / "python"
+
+
+def _modules(device: str, folder: Path) -> tuple[str, ...]:
+    modules = _FOR_ALL
+    if device == "cpu":
+        modules += _ON_CPU
+    return modules + _OF_PLACE.get(folder.name, ())

@@ -1,0 +1,271 @@
+"""Steps that start at once: a process that has imported what they need forks for each, instead of a new one importing.
+
+A step needs 2 to 15 s to import torch, transformers, MLflow or vLLM. So a study starts a warm process in each
+environment that several of its steps run in, beside its own work:
+
+    study ──starts──► warm process: imports, then waits at a socket
+    MLflow ─starts──► `python -m qrl evaluate …`, which finds the socket and hands its words, folder, environment and
+                      standard streams over; the warm process forks, and the fork becomes that command
+
+The command that MLflow started stays as the fork's proxy: it passes stop signals on and ends as the fork ends, with its
+exit code or by its signal. If the proxy is killed, so is the fork. Where anything is amiss, because the warm process is
+gone or was started under other variables, the command runs by itself, as it would without one.
+
+This file imports nothing heavy, nor do the modules that it needs.
+"""
+
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+FOLDER = "QRL_WARM"  # environment variable of a study's steps: the folder with its warm processes' sockets
+COMMAND = "--warm"  # `python -m qrl --warm SOCKET OWNER MODULE …` is a warm process
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LENGTH = struct.Struct("!I")
+_ACCEPT_S = 10  # for a command to say what it is
+# Variables that MLflow, a shell or a study sets for each step, and that nothing reads while it is imported. Others that
+# a warm process was started with must be as they were; what the study's libraries have added since makes no difference.
+_FREE_VARIABLES = (
+    *("MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "UV_OVERRIDE"),
+    *("_MLFLOW_TELEMETRY_SESSION_ID", "QRL_LAUNCHER", "QRL_FOLDER", "QRL_CALLER", "QRL_PLACE", FOLDER),
+    *("PATH", "VIRTUAL_ENV", "VIRTUAL_ENV_PROMPT", "PS1", "PWD", "OLDPWD", "SHLVL", "_"),
+)
+
+
+def socket_of(folder: Path, place: str) -> Path:
+    """Return the socket of the warm process of an environment; `place` is its folder below projects/, or empty."""
+    return folder / f"{place or 'core'}.sock"
+
+
+# ---- the command that MLflow started ----
+
+
+def hand_over(variables: dict[str, str]) -> None:
+    """Let a warm process run this command, and exit as it does; return if there is none.
+
+    Args:
+        variables: this process's environment, as it was started.
+    """
+    folder = os.environ.pop(FOLDER, None)
+    if folder is None or "MLFLOW_RUN_ID" not in os.environ or "RANK" in os.environ:
+        return
+    variables = {name: value for name, value in variables.items() if name != FOLDER}
+    job = {
+        "words": sys.argv,
+        "original_words": sys.orig_argv,
+        "folder": os.getcwd(),
+        "variables": variables,
+        "python": [sys.prefix, __file__, list(sys.warnoptions)],
+        "group": os.getpgrp(),
+        "ignored": [signum for signum in _SIGNALS if signal.getsignal(signum) is signal.SIG_IGN],
+    }
+    with socket.socket(socket.AF_UNIX) as connection:
+        try:
+            connection.connect(str(socket_of(Path(folder), os.environ.get("QRL_PLACE", ""))))
+            message = json.dumps(job).encode()
+            socket.send_fds(connection, [_LENGTH.pack(len(message))], [0, 1, 2])
+            connection.sendall(message)
+            pid = _receive(connection)["pid"]
+        except OSError:  # no warm process, or none any more
+            return
+        if pid is None:  # it was started under other variables
+            return
+        status = _follow(connection, pid)
+    if status is None:  # the warm process was killed, and the fork with it
+        os._exit(128 + signal.SIGKILL)
+    if os.WIFSIGNALED(status):
+        signum = os.WTERMSIG(status)
+        if signum != signal.SIGKILL:
+            signal.signal(signum, signal.SIG_DFL)
+        os.kill(os.getpid(), signum)
+    os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _follow(connection: socket.socket, pid: int) -> int | None:
+    """Pass stop signals on to a process; return its wait status once it ends, None if that is not known."""
+
+    def forward(signum: int, _frame: object) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signum)
+
+    for signum in _SIGNALS:
+        if signal.getsignal(signum) is not signal.SIG_IGN:
+            signal.signal(signum, forward)
+    try:
+        return _receive(connection)["status"]
+    except OSError:
+        return None
+
+
+def _receive(connection: socket.socket) -> dict[str, Any]:
+    """Return the next message; raise OSError if the other side has closed."""
+    length = _LENGTH.unpack(_read(connection, _LENGTH.size))[0]
+    return json.loads(_read(connection, length))
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    text = json.dumps(message).encode()
+    connection.sendall(_LENGTH.pack(len(text)) + text)
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError
+        data += part
+    return data
+
+
+# ---- the warm process ----
+
+
+def serve(prepare: Callable[[], None]) -> None:
+    """Import modules and fork for each command that comes; return in a fork, which is to run `sys.argv`.
+
+    The process ends once its owner has, after the commands that still run.
+
+    Args:
+        prepare: called before anything is imported.
+    """
+    address, owner, *modules = sys.argv[2:]
+    server = _Server(Path(address), int(owner))
+    prepare()
+    for module in modules:
+        with suppress(Exception):  # the command that needs it will say what is wrong
+            importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what was imported is shared with forks for as long as nothing touches it
+    server.run()
+
+
+class _Server:
+    """A socket, and the forks that run commands."""
+
+    def __init__(self, address: Path, owner: int) -> None:
+        self._variables = {name: value for name, value in os.environ.items() if name not in _FREE_VARIABLES}
+        self._selector = selectors.DefaultSelector()
+        self._forks: dict[int, socket.socket] = {}  # pid → the connection to its proxy
+        self._is_ending = False
+        for signum in _SIGNALS:  # forks get them from their proxies
+            signal.signal(signum, signal.SIG_IGN)
+        try:
+            owner_ended = os.pidfd_open(owner)
+        except OSError:
+            sys.exit(0)
+        self._selector.register(owner_ended, selectors.EVENT_READ, self._end)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(address))
+        self._listener.listen()
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def run(self) -> None:
+        """Serve; return in a fork."""
+        while self._forks or not self._is_ending:
+            for key, _ in self._selector.select():
+                if key.data(key.fileobj):
+                    return
+        os._exit(0)
+
+    def _end(self, owner_ended: int) -> None:
+        """Take no further command, since the owner has ended."""
+        self._is_ending = True
+        self._selector.unregister(owner_ended)
+        self._selector.unregister(self._listener)
+        self._listener.close()
+
+    def _accept(self, listener: socket.socket) -> bool:
+        """Fork for a command; return True in the fork."""
+        connection, _ = listener.accept()
+        connection.settimeout(_ACCEPT_S)
+        try:
+            start, streams, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
+            start += _read(connection, _LENGTH.size - len(start))
+            job = json.loads(_read(connection, _LENGTH.unpack(start)[0]))
+        except OSError:
+            connection.close()
+            return False
+        is_alike = self._variables.items() <= job["variables"].items()
+        if not is_alike or job["python"] != [sys.prefix, __file__, list(sys.warnoptions)]:
+            _send(connection, {"pid": None})
+            connection.close()
+        else:
+            pid = os.fork()
+            if pid == 0:
+                self._leave()
+                _become(job, streams)
+                return True
+            self._forks[pid] = connection
+            with suppress(OSError):
+                _send(connection, {"pid": pid})
+            self._selector.register(connection, selectors.EVENT_READ, lambda _: self._kill(pid))
+            self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, lambda ended: self._report(pid, ended))
+        for stream in streams:
+            os.close(stream)
+        return False
+
+    def _kill(self, pid: int) -> None:
+        """Kill a fork whose proxy has died."""
+        self._selector.unregister(self._forks[pid])
+        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+
+    def _report(self, pid: int, ended: int) -> None:
+        """Tell the proxy of a fork that has ended how it did."""
+        self._selector.unregister(ended)
+        os.close(ended)
+        _, status = os.waitpid(pid, 0)
+        connection = self._forks.pop(pid)
+        with suppress(KeyError):
+            self._selector.unregister(connection)
+        with suppress(OSError):
+            _send(connection, {"status": status})
+        connection.close()
+
+    def _leave(self) -> None:
+        """In a fork: close what belongs to the warm process."""
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+            else:
+                os.close(key.fd)
+        self._selector.close()
+        for connection in self._forks.values():
+            connection.close()
+
+
+def _become(job: dict[str, Any], streams: Sequence[int]) -> None:
+    """In a fork: take over a command's words, folder, environment, standard streams and process group."""
+    for target, stream in enumerate(streams):
+        os.dup2(stream, target)
+        os.close(stream)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = _stream(1, sys.stdout)
+    sys.stderr = _stream(2, sys.stderr)
+    with suppress(OSError):  # of another session
+        os.setpgid(0, job["group"])
+    os.chdir(job["folder"])
+    os.environ.clear()
+    os.environ.update(job["variables"])
+    sys.argv[:] = job["words"]
+    sys.orig_argv[:] = job["original_words"]
+    for signum in _SIGNALS:
+        signal.signal(signum, signal.SIG_IGN if signum in job["ignored"] else signal.SIG_DFL)
+
+
+def _stream(number: int, previous: TextIO) -> TextIO:
+    """Return a standard stream as Python opens it: by lines at a terminal, and always for errors."""
+    by_lines = number == 2 or os.isatty(number)
+    return open(
+        number, "w", buffering=1 if by_lines else -1, encoding=previous.encoding, errors=previous.errors, closefd=False
+    )
