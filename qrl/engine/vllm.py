@@ -133,6 +133,7 @@ class Vllm(AbstractContextManager):
                     generation_config="vllm",  # a checkpoint's own sampling settings would change every accuracy
                     seed=seed,
                     trust_remote_code=False,
+                    use_tqdm_on_load=False,
                     worker_extension_cls="qrl.engine.vllm_worker.Extension",
                     **memory_settings,
                     **compile_options,
@@ -156,7 +157,7 @@ class Vllm(AbstractContextManager):
         self._has_kv_scales = kind.has_kv_scales(checkpoint.config(path).get("quantization_config"))
         self._on_gpu = on_gpu
         self._gpus = gpus
-        self._compiled = compiled
+        self._compiled = compiled or not on_gpu
         self._read_settings(path)
 
     def _read_settings(self, path: Path) -> None:

@@ -49,7 +49,8 @@ class WarmProcesses(AbstractContextManager):
         for folder in dict.fromkeys([ROOT, *folders]):  # the core environment always has several steps
             python = _python(folder, manager)
             if python and (folder == ROOT or folders.count(folder) > 1 or has_cores):
-                self._start("" if folder == ROOT else folder.name, python, _modules(device, folder))
+                place = os.environ.get(PLACE, "") if folder == ROOT else folder.name
+                self._start(place, python, _modules(device, place))
         os.environ[warm.FOLDER] = str(self._folder)  # for the steps that this process launches
 
     def _start(self, place: str, python: Path, modules: tuple[str, ...]) -> None:
@@ -90,8 +91,8 @@ def _python(folder: Path, manager: str) -> Path | None:
     return projects.environment(folder) / "bin" / "python"
 
 
-def _modules(device: str, folder: Path) -> tuple[str, ...]:
+def _modules(device: str, place: str) -> tuple[str, ...]:
     modules = _FOR_ALL
     if device == "cpu":
         modules += _ON_CPU
-    return modules + _OF_PLACE.get(folder.name, ())
+    return modules + _OF_PLACE.get(place, ())
