@@ -6,14 +6,17 @@ other work to do; on 2 and on 16 cores of an idle Xeon they took as long as thre
 (tests/benchmarks/results/study.md). The processes are forked, so they import nothing again, and have one thread each.
 They only compute; the step logs.
 
-On a GPU each process holds a vLLM engine (`evaluate/lanes.py`). The step itself must not use the GPU, since a process
-that has cannot fork.
+On a GPU each cell has a process of its own, with a vLLM engine (`evaluate/engines.py`). The step itself must not use
+the GPU, since a process that has cannot fork.
 """
 
 import multiprocessing
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any
@@ -25,6 +28,7 @@ from qrl.tracking import signals
 
 SMALL = 100 << 20  # bytes of weight files, up to which a model is small
 _POLL_S = 0.3  # between two looks at a cell's progress
+_FORK = multiprocessing.get_context("fork")
 
 Progress = Callable[[int], object]  # called with the number of answers since the last call
 Ask = Callable[[Any, Progress], Any]
@@ -40,20 +44,21 @@ def processes(cells: int, largest_bytes: int) -> int:
 
 
 @contextmanager
-def in_processes(ask: Ask, lanes: Sequence[Sequence], count: int = 1) -> Iterator[Ask]:
-    """Yield `ask`, or a function like it that waits for a cell's answers while processes ask all cells.
+def in_processes(ask: Ask, cells: Sequence, count: int, *, fresh: bool = False) -> Iterator[Ask]:
+    """Yield `ask`, or a function like it that waits for a cell's answers while processes ask all cells in order.
 
     Args:
-        ask: a module's function of a cell and its progress; called in forked processes, or in this one.
-        lanes: what may be asked, each cell once; the cells of a lane are asked in order.
-        count: number of processes of each lane. One lane with one process is this process.
+        ask: a function of a cell and its progress; called in `count` forked processes, or in this one.
+        cells: what may be asked, each once.
+        count: number of processes; 1 is this one.
+        fresh: ask each cell in a process of its own, `count` of them at a time.
     """
-    if len(lanes) < 2 and count < 2:
+    if count < 2:
         yield ask
         return
     for grader in (pool, limits):  # their threads would not be copied, and a lock that one holds would never open
         grader.close()
-    asked = _Asked(ask, lanes, count)
+    asked = _Asked(ask, cells, count, fresh=fresh)
     try:
         yield asked.wait
     finally:
@@ -63,26 +68,22 @@ def in_processes(ask: Ask, lanes: Sequence[Sequence], count: int = 1) -> Iterato
 class _Asked:
     """Cells that forked processes ask, and the answers that have come so far."""
 
-    def __init__(self, ask: Ask, lanes: Sequence[Sequence], count: int) -> None:
-        self._cells = [cell for lane in lanes for cell in lane]
+    def __init__(self, ask: Ask, cells: Sequence, count: int, *, fresh: bool) -> None:
+        self._cells = cells
         self._answers: dict[int, Any] = {}  # number of a cell → its answers, or the error that they ended in
         self._processes: dict[Connection, Any] = {}  # by the connection to each
         self._connections: list[Connection] = []  # to processes that may send more answers
         self._is_broken = False
-        fork = multiprocessing.get_context("fork")
-        self._counts = fork.Array("q", len(self._cells))  # answers so far, by cell
-        first = 0
-        for lane in lanes:
-            next_cell = fork.Value("q", first)
-            first += len(lane)
-            for _ in range(count):
-                ours, theirs = fork.Pipe(duplex=False)
-                arguments = (ask, self._cells, self._counts, next_cell, first, theirs)
-                process = fork.Process(target=_ask_lane, args=arguments, daemon=False)
-                process.start()
-                theirs.close()  # so that the pipe ends with the process
-                self._processes[ours] = process
-                self._connections.append(ours)
+        self._counts = _FORK.Array("q", len(cells))  # answers so far, by cell
+        next_cell = _FORK.Value("q", 0)
+        for _ in range(count):
+            ours, theirs = _FORK.Pipe(duplex=False)
+            work = _Work(ask, cells, self._counts, next_cell, theirs)
+            process = _FORK.Process(target=work.ask_each if fresh else work.ask_all)
+            process.start()
+            theirs.close()  # so that the pipe ends with the process
+            self._processes[ours] = process
+            self._connections.append(ours)
 
     def wait(self, cell: Any, progress: Progress) -> Any:
         """Wait for a cell's answers, and return them or raise the error that they ended in."""
@@ -97,6 +98,7 @@ class _Asked:
             self._receive()
             progress(self._counts[number] - reported)
             reported = self._counts[number]
+        progress(self._counts[number] - reported)  # they may have come while another cell was waited for
         answers = self._answers.pop(number)
         if isinstance(answers, BaseException):
             raise answers
@@ -130,38 +132,64 @@ def in_fork(function: Callable[..., Any], *arguments: Any) -> Any:
         Exception: whatever the function raised.
         BrokenProcessPool: the process was killed.
     """
-    fork = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(1, fork, signals.die_with_parent) as executor:
+    with ProcessPoolExecutor(1, _FORK, signals.die_with_parent) as executor:
         return executor.submit(function, *arguments).result()
 
 
-def _ask_lane(ask: Ask, cells: Sequence, counts: Any, next_cell: Any, end: int, connection: Connection) -> None:
-    """Ask cells in a forked process until none is left of its lane, and send the answers of each, or its error.
+@dataclass(frozen=True)
+class _Work:
+    """What a forked process does: it asks the next cell until none is left, and sends the answers of each."""
 
-    Args:
-        ask: as for `in_processes`.
-        cells: of all lanes.
-        counts: answers so far, by cell.
-        next_cell: number of the lane's next cell, shared by its processes.
-        end: the number after the lane's last cell.
-        connection: to send pairs of a cell's number and its answers.
-    """
+    ask: Ask
+    cells: Sequence
+    counts: Any  # answers so far, by cell
+    next_cell: Any  # number of the next cell, shared by all processes
+    connection: Connection  # to send pairs: a cell's number, and its answers or the error that they ended in
+
+    def ask_all(self) -> None:
+        """Ask cells in this process."""
+        _begin()
+        for number in self._numbers():
+            self._ask(number)
+
+    def ask_each(self) -> None:
+        """Ask each cell in a fresh process, which takes along what it has allocated, on a GPU too."""
+        _begin()
+        for number in self._numbers():
+            process = _FORK.Process(target=self._ask_and_exit, args=(number,))
+            process.start()
+            process.join()
+            if process.exitcode:
+                sys.exit(1)
+
+    def _numbers(self) -> Iterator[int]:
+        while True:
+            with self.next_cell.get_lock():
+                number = self.next_cell.value
+                self.next_cell.value += 1
+            if number >= len(self.cells):
+                return
+            yield number
+
+    def _ask_and_exit(self, number: int) -> None:
+        _begin()
+        self._ask(number)
+        os._exit(0)  # an engine that goes with its process needs no end of its own
+
+    def _ask(self, number: int) -> None:
+        def progress(n: int) -> None:
+            self.counts[number] += n
+
+        try:
+            answers = self.ask(self.cells[number], progress)
+        except Exception as error:  # raised in the step's process
+            answers = error
+        self.connection.send((number, answers))
+
+
+def _begin() -> None:
+    """Prepare a forked process."""
     import torch
 
     signals.die_with_parent()
     torch.set_num_threads(1)  # more could wait forever for threads that a fork does not copy
-    while True:
-        with next_cell.get_lock():
-            number = next_cell.value
-            next_cell.value += 1
-        if number >= end:
-            return
-
-        def progress(n: int, number: int = number) -> None:
-            counts[number] += n
-
-        try:
-            answers = ask(cells[number], progress)
-        except Exception as error:  # raised in the step's process
-            answers = error
-        connection.send((number, answers))

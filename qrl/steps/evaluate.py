@@ -20,7 +20,7 @@ from qrl import checkpoint, names, tasks
 from qrl.engine import device as devices
 from qrl.engine import hf, memory
 from qrl.errors import Objections, UnhealthyCell
-from qrl.evaluate import cells, check_gpus, check_kv, groups, health, lanes, scores
+from qrl.evaluate import cells, check_gpus, check_kv, engines, groups, health, scores
 from qrl.formats import groups as groups_of_codes
 from qrl.recipe import Recipe, lists
 from qrl.steps import answers, endings, outcome, record, stored
@@ -150,11 +150,11 @@ def _evaluate_all(evaluations: list[Evaluation]) -> tuple[dict[str, str], list[s
 
     stored_answers = {evaluation.label: _stored_answers(evaluation) for evaluation in evaluations}
     unanswered = [evaluation for evaluation in evaluations if not stored_answers[evaluation.label]]
-    division = _divide(unanswered)
+    plan = _plan(unanswered)
     with (
-        cells.Engines() as engines,
+        cells.Engines() as kept_engines,
         answers.in_processes(
-            partial(_ask, engines, cache_gib=division.cache_gib), division.lanes, division.processes
+            partial(_ask, kept_engines, cache_gib=plan.cache_gib), unanswered, plan.processes, fresh=plan.fresh
         ) as ask,
     ):
         for evaluation in evaluations:
@@ -171,46 +171,42 @@ def _evaluate_all(evaluations: list[Evaluation]) -> tuple[dict[str, str], list[s
 
 
 @dataclass(frozen=True)
-class _Division:
-    """Which cells are answered side by side."""
+class _Plan:
+    """How many processes answer the cells."""
 
-    lanes: list[list[Evaluation]]
-    processes: int = 1  # of each lane
+    processes: int = 1
+    fresh: bool = False  # each cell has a process of its own
     cache_gib: float | None = None  # of vLLM's engines, where several share a GPU
 
 
-def _divide(evaluations: list[Evaluation]) -> _Division:
-    """Divide cells among processes."""
-    if not evaluations:
-        return _Division([])
-    device = evaluations[0].device
+def _plan(evaluations: list[Evaluation]) -> _Plan:
+    """Plan how many processes answer the cells; transformers on a GPU, and vLLM on a CPU, are used by one alone."""
+    if len(evaluations) < 2:
+        return _Plan()
+    on_cpu = evaluations[0].device == "cpu"
     if evaluations[0].recipe.evaluate.engine == hf.NAME:
-        processes = 1
-        if device == "cpu":
-            largest_bytes = max(evaluation.weights.bytes for evaluation in evaluations)
-            processes = answers.processes(len(evaluations), largest_bytes)
-        return _Division([evaluations], processes)
-
-    plan = _engines_together(evaluations) if device == "cuda" else None
-    if plan is None:
-        return _Division([evaluations])
-    click.echo(f"      {len(plan.lanes)} engines start and answer side by side", err=True)
-    return _Division([[evaluations[number] for number in lane] for lane in plan.lanes], 1, plan.cache_gib)
+        largest_bytes = max(evaluation.weights.bytes for evaluation in evaluations)
+        return _Plan(answers.processes(len(evaluations), largest_bytes) if on_cpu else 1)
+    together = None if on_cpu else _engines_together(evaluations)
+    if together is None:
+        return _Plan()
+    click.echo(f"      {together.count} engines start and answer side by side", err=True)
+    return _Plan(together.count, fresh=True, cache_gib=together.cache_gib)
 
 
-def _engines_together(evaluations: list[Evaluation]) -> lanes.Plan | None:
-    """Plan vLLM engines side by side on the GPU; None for one after the other."""
+def _engines_together(evaluations: list[Evaluation]) -> engines.Together | None:
+    """Return how vLLM's engines share the GPU; None for one after the other."""
     first = evaluations[0]
     recipe = first.recipe
-    if len(evaluations) < 2 or recipe.evaluate.tensor_parallel > 1 or not cells.can_fork_engines():
+    if recipe.evaluate.tensor_parallel > 1 or not cells.can_fork_engines():
         return None
     try:
         free_bytes = answers.in_fork(memory.free_bytes, first.device)
     except RuntimeError:  # this process has used the GPU
         return None
     window = cells.read_inputs(first.weights.path, hf.tokenizer(first.weights.path), first.questions, recipe).window
-    given = [cells.Cell(evaluation.variant, evaluation.scheme, evaluation.weights.path) for evaluation in evaluations]
-    return lanes.together(given, recipe, window, free_bytes, memory.free_bytes("cpu"))
+    paths = [evaluation.weights.path for evaluation in evaluations]
+    return engines.together(paths, recipe.evaluate, window, free_bytes=free_bytes, host_bytes=memory.free_bytes("cpu"))
 
 
 def _stored_answers(cell: Evaluation) -> stored.StoredAnswers | None:
@@ -450,12 +446,12 @@ def _why_void(cell: Evaluation, full: stored.FullPrecision) -> list[str]:
 
 
 def _ask(
-    engines: cells.Engines, evaluation: Evaluation, progress: answers.Progress, *, cache_gib: float | None = None
+    kept_engines: cells.Engines, evaluation: Evaluation, progress: answers.Progress, *, cache_gib: float | None = None
 ) -> cells.Answers:
     """Return a cell's answers; if memory runs out, all of them again in batches of half the size.
 
     Args:
-        engines: keeps vLLM's engine for a next cell of this process.
+        kept_engines: keeps vLLM's engine for a next cell of this process.
         evaluation: the cell.
         progress: called with the number of answers since the last call.
         cache_gib: size of the engine's key-value cache, where several share a GPU; default: the recipe's.
@@ -475,7 +471,7 @@ def _ask(
         sized = settings.model_copy(update=sizes | {"batch_size": batch_size})
         recipe = evaluation.recipe.model_copy(update={"evaluate": sized})
         return cells.answer_questions(
-            cell, evaluation.questions, recipe, evaluation.device, progress=count, engines=engines
+            cell, evaluation.questions, recipe, evaluation.device, progress=count, engines=kept_engines
         )
 
     def warn(text: str) -> None:

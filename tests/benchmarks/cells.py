@@ -28,7 +28,7 @@ def main(processes: int, cells: int, n: int) -> None:
     answer(cell, lambda count: None)  # imports what every process uses
     asked = [evaluate.Evaluation(settings, f"v{i}", "full", *stored, questions, "cpu") for i in range(cells)]
     began, used = time.perf_counter(), _cpu()
-    with answers.in_processes(answer, [asked], processes) as ask:
+    with answers.in_processes(answer, asked, processes) as ask:
         digests = {ask(each, lambda count: None).receipt["completions"] for each in asked}
     wall, cpu = time.perf_counter() - began, _cpu() - used
     print(f"{processes} processes, {cells} cells, n = {n}: wall {wall:.1f} s, CPU {cpu:.1f} s, {digests.pop()[:12]}")

@@ -32,19 +32,19 @@ def ask(cell: str, progress: answers.Progress) -> tuple[str, int]:
 
 def test_every_cell_is_answered_elsewhere_with_its_progress():
     progress: dict[str, list[int]] = {"a": [], "b": [], "c": []}
-    with answers.in_processes(ask, [list(progress)], 2) as wait:
+    with answers.in_processes(ask, list(progress), 2) as wait:
         results = [wait(cell, progress[cell].append) for cell in progress]
     assert [cell for cell, _ in results] == ["a", "b", "c"] and os.getpid() not in {pid for _, pid in results}
     assert {sum(counts) for counts in progress.values()} == {3}
     assert not multiprocessing.active_children()
-    with answers.in_processes(ask, [["a"]]) as ask_here:
+    with answers.in_processes(ask, ["a"], 1) as ask_here:
         assert ask_here is ask
 
 
 @pytest.mark.parametrize(("cell", "error", "words"), [("bad", BadInput, "cannot be"), ("killed", QrlError, "memory")])
 def test_an_error_in_a_process_is_the_steps_and_the_others_are_ended(cell, error, words):
     began = time.monotonic()
-    with pytest.raises(error, match=words), answers.in_processes(ask, [[cell, "endless", "deaf"]], 3) as wait:
+    with pytest.raises(error, match=words), answers.in_processes(ask, [cell, "endless", "deaf"], 3) as wait:
         wait(cell, lambda n: None)
     assert not multiprocessing.active_children() and time.monotonic() - began < 60
 
@@ -67,7 +67,7 @@ def test_a_cell_has_the_same_answers_wherever_it_is_asked():
     stored = ("qrl-tiny", weights, weights.digest)
     cells = [evaluate.Evaluation(settings, variant, "full", *stored, questions, "cpu") for variant in ("base", "grpo")]
     answer = partial(evaluate._ask, evaluate.cells.Engines())
-    with answers.in_processes(answer, [cells], 2) as wait:
+    with answers.in_processes(answer, cells, 2) as wait:
         from_processes = [wait(cell, lambda n: None) for cell in cells]
     from_here = answer(cells[0], lambda n: None)
     receipts = [cell_answers.receipt["completions"] for cell_answers in (*from_processes, from_here)]
