@@ -11,8 +11,8 @@ def main() -> None:
     """Handle stop signals before anything else is imported, then run the command."""
     mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
-        from qrl import process, warm
-        from qrl.tracking import signals
+        from qrl import process
+        from qrl.tracking import signals, warm
     except ModuleNotFoundError as missing:  # of a Python without the project's packages
         print(
             f"qrl: The package '{missing.name}' is not installed for {sys.executable}: "

@@ -1,4 +1,4 @@
-"""The warm processes of a study: one in each environment that several of its steps run in (`qrl/warm.py`)."""
+"""The warm processes of a study: one in each environment that several of its steps run in (`qrl/tracking/warm.py`)."""
 
 import os
 import shutil
@@ -8,9 +8,9 @@ import tempfile
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from qrl import cluster, warm
+from qrl import cluster
 from qrl.study.build import MANAGERS, PLACE, is_ready
-from qrl.tracking import projects
+from qrl.tracking import projects, warm
 from qrl.tracking.keys import ROOT
 
 _FEW_CORES = 4  # below these, imports take time from the steps that run meanwhile
