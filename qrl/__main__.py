@@ -11,7 +11,6 @@ def main() -> None:
     """Handle stop signals before anything else is imported, then run the command."""
     mask = _signal.pthread_sigmask(_signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
-        from qrl import process
         from qrl.tracking import signals, warm
     except ModuleNotFoundError as missing:  # of a Python without the project's packages
         print(
@@ -22,6 +21,8 @@ def main() -> None:
         sys.exit(2)
 
     if sys.argv[1:2] == [warm.COMMAND]:
+        from qrl import process
+
         warm.serve(process.prepare_imports)  # returns in a fork, which goes on as the command that it is to run
     variables = dict(os.environ)
     signals.guard(caught=False, ends=True)
