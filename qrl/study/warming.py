@@ -1,4 +1,7 @@
-"""The warm processes of a study: one in each environment that several of its steps run in (`qrl/tracking/warm.py`)."""
+"""The warm processes of a study, one in each environment that several of its steps run in.
+
+What such a process is, `qrl/tracking/warm.py` says.
+"""
 
 import os
 import shutil

@@ -24,6 +24,7 @@ from qrl.errors import BadInput, QrlError
 from qrl.formats.fakequant import fused
 from qrl.formats.fakequant import linears as fake_linears
 from qrl.formats.fakequant import rounding as values
+from qrl.recipe import Train
 from qrl.train.qat import linear as qat
 from qrl.train.qat import prepare
 from qrl.train.rollout import sync, vllm_engine
@@ -259,7 +260,7 @@ def test_a_rollout_engine_is_sent_the_scale_of_every_linear_that_has_one(name):
         assert scale.shape == (1,) and scale.dtype == torch.float32
         assert scale is linears[path.removesuffix(".input_global_scale")].input_global_scale
     link = object.__new__(vllm_link.Link)
-    link.model, link.qat = model, name
+    link.model, link.train = model, Train(qat=name)
     link.accelerator = SimpleNamespace(unwrap_model=lambda model: model)
     for shards in (False, True):  # TRL itself would send the masters
         link._dist = SimpleNamespace(is_fsdp=shards)
