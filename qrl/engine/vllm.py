@@ -15,7 +15,9 @@ This file and `vllm_support` contain what differs between vLLM's versions. They 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -120,7 +122,7 @@ class Vllm(AbstractContextManager):
         memory_settings = memory_options(memory, cache_gib) if on_gpu else {"gpu_memory_utilization": _CPU_SHARE}
         compile_options = graphs_alone(sequences) if on_gpu and not compiled else {}
         try:
-            with process.deaf_children(), process.swallowing():
+            with process.deaf_children(), process.swallowing(), without_bars():
                 self._llm = vllm.LLM(
                     model=str(path.resolve()),
                     dtype=_DTYPES[dtype],
@@ -133,7 +135,6 @@ class Vllm(AbstractContextManager):
                     generation_config="vllm",  # a checkpoint's own sampling settings would change every accuracy
                     seed=seed,
                     trust_remote_code=False,
-                    use_tqdm_on_load=False,
                     worker_extension_cls="qrl.engine.vllm_worker.Extension",
                     **memory_settings,
                     **compile_options,
@@ -295,6 +296,11 @@ class Vllm(AbstractContextManager):
                 f"{', '.join(self.kernels)}: a scheme without a kernel for this machine needs another machine, or "
                 "evaluate.engine=transformers."
             ) from error
+
+
+def without_bars() -> AbstractContextManager[object]:
+    """Return a context in which vLLM shows no bars of its own: they would break those of the command."""
+    return contextlib.redirect_stderr(io.StringIO())
 
 
 def graphs_alone(sequences: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ the GPU, since a process that has cannot fork.
 
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -21,10 +22,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from typing import Any
 
+from qrl import process
 from qrl.errors import QrlError
 from qrl.tasks import limits
 from qrl.tasks.math import pool
-from qrl.tracking import signals
 
 SMALL = 100 << 20  # bytes of weight files, up to which a model is small
 _POLL_S = 0.3  # between two looks at a cell's progress
@@ -71,7 +72,7 @@ class _Asked:
     def __init__(self, ask: Ask, cells: Sequence, count: int, *, fresh: bool) -> None:
         self._cells = cells
         self._answers: dict[int, Any] = {}  # number of a cell → its answers, or the error that they ended in
-        self._processes: dict[Connection, Any] = {}  # by the connection to each
+        self._children: dict[Connection, Any] = {}  # by the connection to each
         self._connections: list[Connection] = []  # to processes that may send more answers
         self._is_broken = False
         self._counts = _FORK.Array("q", len(cells))  # answers so far, by cell
@@ -79,10 +80,10 @@ class _Asked:
         for _ in range(count):
             ours, theirs = _FORK.Pipe(duplex=False)
             work = _Work(ask, cells, self._counts, next_cell, theirs)
-            process = _FORK.Process(target=work.ask_each if fresh else work.ask_all)
-            process.start()
+            child = _FORK.Process(target=work.ask_each if fresh else work.ask_all)
+            child.start()
             theirs.close()  # so that the pipe ends with the process
-            self._processes[ours] = process
+            self._children[ours] = child
             self._connections.append(ours)
 
     def wait(self, cell: Any, progress: Progress) -> Any:
@@ -110,19 +111,19 @@ class _Asked:
             try:
                 number, answers = connection.recv()
             except EOFError:  # the process is done, or dead
-                process = self._processes[connection]
-                process.join()
-                self._is_broken |= process.exitcode != 0
+                child = self._children[connection]
+                child.join()
+                self._is_broken |= child.exitcode != 0
                 self._connections.remove(connection)
             else:
                 self._answers[number] = answers
 
     def end(self) -> None:
         """End all processes."""
-        for process in self._processes.values():
-            process.kill()  # Python drops a SIGTERM that reaches a process between its fork and its first line
-        for process in self._processes.values():
-            process.join()
+        for child in self._children.values():
+            child.kill()  # Python drops a SIGTERM that reaches a process between its fork and its first line
+        for child in self._children.values():
+            child.join()
 
 
 def in_fork(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -132,7 +133,7 @@ def in_fork(function: Callable[..., Any], *arguments: Any) -> Any:
         Exception: whatever the function raised.
         BrokenProcessPool: the process was killed.
     """
-    with ProcessPoolExecutor(1, _FORK, signals.die_with_parent) as executor:
+    with ProcessPoolExecutor(1, _FORK, process.die_with_parent) as executor:
         return executor.submit(function, *arguments).result()
 
 
@@ -156,10 +157,10 @@ class _Work:
         """Ask each cell in a fresh process, which takes along what it has allocated, on a GPU too."""
         _begin()
         for number in self._numbers():
-            process = _FORK.Process(target=self._ask_and_exit, args=(number,))
-            process.start()
-            process.join()
-            if process.exitcode:
+            child = _FORK.Process(target=self._ask_and_exit, args=(number,))
+            child.start()
+            child.join()
+            if child.exitcode:
                 sys.exit(1)
 
     def _numbers(self) -> Iterator[int]:
@@ -172,7 +173,7 @@ class _Work:
             yield number
 
     def _ask_and_exit(self, number: int) -> None:
-        _begin()
+        _begin(signal.SIGKILL)  # an engine may be in a long call when the step ends
         self._ask(number)
         os._exit(0)  # an engine that goes with its process needs no end of its own
 
@@ -187,9 +188,11 @@ class _Work:
         self.connection.send((number, answers))
 
 
-def _begin() -> None:
-    """Prepare a forked process."""
+def _begin(at_end: signal.Signals = signal.SIGTERM) -> None:
+    """Prepare a forked process, which gets a signal when its parent ends."""
     import torch
 
-    signals.die_with_parent()
+    parent = multiprocessing.parent_process()
+    process.die_with_parent(parent.pid if parent and parent.pid else 0, at_end)
+    process.hush_transformers()
     torch.set_num_threads(1)  # more could wait forever for threads that a fork does not copy

@@ -166,8 +166,10 @@ class _Server:
             sys.exit(0)
         self._selector.register(owner_ended, selectors.EVENT_READ, self._end)
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(address))
+        unready = address.with_suffix(".new")
+        self._listener.bind(str(unready))
         self._listener.listen()
+        unready.rename(address)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def run(self) -> None:

@@ -6,6 +6,7 @@ import signal
 import time
 from functools import partial
 
+import psutil
 import pytest
 
 from qrl import checkpoint, recipe, tasks, tiny
@@ -39,6 +40,28 @@ def test_every_cell_is_answered_elsewhere_with_its_progress():
     assert not multiprocessing.active_children()
     with answers.in_processes(ask, ["a"], 1) as ask_here:
         assert ask_here is ask
+
+
+def test_each_cell_can_have_a_process_of_its_own():
+    cells = ["a", "b", "c", "d"]
+    with answers.in_processes(ask, cells, 2, fresh=True) as wait:
+        pids = {wait(cell, lambda n: None)[1] for cell in reversed(cells)}
+    assert len(pids) == 4 and os.getpid() not in pids
+    with pytest.raises(QrlError, match="memory"), answers.in_processes(ask, ["a", "killed"], 2, fresh=True) as wait:
+        assert wait("a", lambda n: None)[0] == "a"
+        wait("killed", lambda n: None)
+    with pytest.raises(BadInput, match="cannot be"), answers.in_processes(ask, ["a", "bad"], 2, fresh=True) as wait:
+        wait("bad", lambda n: None)
+
+
+def test_what_a_step_leaves_unanswered_ends_with_it():
+    began = time.monotonic()
+    others = psutil.Process().children()
+    with answers.in_processes(ask, ["endless", "deaf", "a"], 3, fresh=True) as wait:
+        wait("a", lambda n: None)
+        children = [child for child in psutil.Process().children(recursive=True) if child not in others]
+    _, alive = psutil.wait_procs(children, timeout=30)
+    assert len(children) >= 4 and not alive and time.monotonic() - began < 60
 
 
 @pytest.mark.parametrize(("cell", "error", "words"), [("bad", BadInput, "cannot be"), ("killed", QrlError, "memory")])

@@ -102,7 +102,7 @@ def create(
 
     free_memory = memory.free()
     try:
-        with process.swallowing():
+        with process.swallowing(), vllm.without_bars():
             engine = LLM(
                 model=model,
                 dtype="bfloat16",
