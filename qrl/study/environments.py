@@ -81,8 +81,8 @@ def begin_builds(dry_run: DryRun) -> None:
 
 
 def begin_warming(warm_processes: WarmProcesses, device: str, dry_run: DryRun) -> None:
-    """Start processes that import what the steps still to run need, in environments that are there already."""
-    warm_processes.begin(device, dry_run.folders, _manager())
+    """Start processes that import what the steps still to run need in environments that are there already."""
+    warm_processes.add(device, dry_run.folders, _manager())
 
 
 def check_checkout(step: str) -> None:

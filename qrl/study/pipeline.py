@@ -65,6 +65,7 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
     check_checkout("study")
     title = f"study of {source.short_name(recipe.model)} on {tasks.label(recipe.task)}"
     with WarmProcesses() as warm_processes:
+        warm_processes.begin()
         device, base, teacher, dry_run = _check(recipe, overrides, warm_processes, yes=yes)
         if dry_run:
             begin_builds(dry_run)

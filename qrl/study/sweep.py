@@ -120,6 +120,7 @@ def study(
         WarmProcesses() as warm_processes,
         runs.step("sweep", methods[0], sections=tuple(SECTIONS), params=params) as run,
     ):
+        warm_processes.begin()
         for target, dry_run in zip(targets, dry_runs, strict=True):
             begin_warming(warm_processes, target.device, dry_run)
         steps_per_model = len(seeds) * _steps_per_seed(methods) + register

@@ -17,13 +17,15 @@ from qrl.tracking import projects, warm
 from qrl.tracking.keys import ROOT
 
 _FEW_CORES = 4  # below these, imports take time from the steps that run meanwhile
-_FOR_ALL = (
-    *("qrl.steps.evaluate", "qrl.steps.train", "qrl.steps.quantize", "qrl.steps.diagnose", "qrl.steps.promote"),
-    *("mlflow.store.tracking.sqlalchemy_store", "mlflow.store.model_registry.sqlalchemy_store"),
-    *("transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto.modeling_auto"),
-    *("scipy.stats", "pyarrow.parquet", "qrl.figures.comparison", "qrl.figures.weights"),
+_LIGHT = (
+    *("qrl.steps.promote", "mlflow.store.tracking.sqlalchemy_store", "mlflow.store.model_registry.sqlalchemy_store"),
+    *("scipy.stats", "pyarrow.parquet", "qrl.figures.comparison"),
 )
-# These look for a GPU when they are imported, and a process that has found one cannot fork.
+_HEAVY = (
+    *("qrl.steps.train", "qrl.steps.quantize", "qrl.steps.evaluate", "qrl.steps.diagnose", "qrl.figures.weights"),
+    *("transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto.modeling_auto"),
+)
+# It looks for a GPU when it is imported, and a process that has found one cannot fork.
 _ON_CPU = ("trl.trainer.grpo_trainer",)
 _OF_PLACE = {
     "vllm": ("vllm", "vllm.v1.engine.llm_engine", "vllm.v1.engine.core", "vllm.v1.worker.gpu_worker"),
@@ -38,23 +40,29 @@ class WarmProcesses(AbstractContextManager):
         self._folder: Path | None = None  # of their sockets
         self._processes: dict[str, subprocess.Popen] = {}  # by place
 
-    def begin(self, device: str, folders: list[Path], manager: str) -> None:
-        """Start a process in each environment that will pay for it.
+    def begin(self) -> None:
+        """Start a process in this environment, the core one, with what the last steps need: they always run."""
+        if not cluster.chosen():  # a job's processes are its own
+            self._start(os.environ.get(PLACE, ""), Path(sys.executable), _LIGHT)
+
+    def add(self, device: str, folders: list[Path], manager: str) -> None:
+        """Import what the steps still to run need, in each environment that will pay for it.
 
         Args:
             device: "cpu" or "cuda".
             folders: the projects of the steps still to run, one a step.
             manager: of environments, as `mlflow run --env-manager` takes it.
         """
-        if not folders or cluster.chosen():  # a job's processes are its own
+        if not folders or not self._folder:
             return
+        for place in self._processes:
+            warm.import_more(warm.socket_of(self._folder, place), _heavy(device, place))
         has_cores = len(os.sched_getaffinity(0)) >= _FEW_CORES
-        for folder in dict.fromkeys([ROOT, *folders]):  # the core environment always has several steps
+        for folder in dict.fromkeys(folders):
             python = _python(folder, manager)
-            if python and (folder == ROOT or folders.count(folder) > 1 or has_cores):
-                place = os.environ.get(PLACE, "") if folder == ROOT else folder.name
-                self._start(place, python, _modules(device, place))
-        os.environ[warm.FOLDER] = str(self._folder)  # for the steps that this process launches
+            is_worth_it = has_cores or folders.count(folder) > 1
+            if folder != ROOT and python and is_worth_it:
+                self._start(folder.name, python, (*_LIGHT, *_heavy(device, folder.name)))
 
     def _start(self, place: str, python: Path, modules: tuple[str, ...]) -> None:
         if place in self._processes:
@@ -73,6 +81,7 @@ class WarmProcesses(AbstractContextManager):
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        os.environ[warm.FOLDER] = str(self._folder)  # for the steps that this process launches
 
     def __exit__(self, *_error: object) -> None:
         for warm_process in self._processes.values():
@@ -87,15 +96,13 @@ class WarmProcesses(AbstractContextManager):
 
 def _python(folder: Path, manager: str) -> Path | None:
     """Return the Python of a folder's environment; None if MLflow has still to build it, or builds none of its own."""
-    if folder == ROOT or manager == "local":
+    if manager == "local":
         return Path(sys.executable)
     if manager not in MANAGERS or not is_ready(folder, manager):
         return None
     return projects.environment(folder) / "bin" / "python"
 
 
-def _modules(device: str, place: str) -> tuple[str, ...]:
-    modules = _FOR_ALL
-    if device == "cpu":
-        modules += _ON_CPU
-    return modules + _OF_PLACE.get(place, ())
+def _heavy(device: str, place: str) -> tuple[str, ...]:
+    on_cpu = _ON_CPU if device == "cpu" else ()
+    return (*_HEAVY, *on_cpu, *_OF_PLACE.get(place, ()))

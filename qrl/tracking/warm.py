@@ -142,12 +142,23 @@ def serve(prepare: Callable[[], None]) -> None:
     address, owner, *modules = sys.argv[2:]
     server = _Server(Path(address), int(owner))
     prepare()
+    _import(modules)
+    server.run()
+
+
+def _import(modules: Sequence[str]) -> None:
     for module in modules:
         with suppress(Exception):  # the command that needs it will say what is wrong
             importlib.import_module(module)
     gc.collect()
     gc.freeze()  # what was imported is shared with forks for as long as nothing touches it
-    server.run()
+
+
+def import_more(address: Path, modules: Sequence[str]) -> None:
+    """Let a warm process import further modules; commands that come meanwhile wait for that."""
+    with socket.socket(socket.AF_UNIX) as connection, suppress(OSError):
+        connection.connect(str(address))
+        _send(connection, {"modules": list(modules)})
 
 
 class _Server:
@@ -175,9 +186,8 @@ class _Server:
     def run(self) -> None:
         """Serve; return in a fork."""
         while self._forks or not self._is_ending:
-            for key, _ in self._selector.select():
-                if key.data(key.fileobj):
-                    return
+            if any(key.data(key.fileobj) for key, _ in self._selector.select()):
+                return
         os._exit(0)
 
     def _end(self, owner_ended: int) -> None:
@@ -188,39 +198,58 @@ class _Server:
         self._listener.close()
 
     def _accept(self, listener: socket.socket) -> bool:
-        """Fork for a command; return True in the fork."""
+        """Take a message, and fork for it if it is a command; return True in the fork."""
+        if self._is_ending:  # its end came in the same moment
+            return False
         connection, _ = listener.accept()
         connection.settimeout(_ACCEPT_S)
+        streams: list[int] = []
+        is_fork = False
         try:
             start, streams, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
             start += _read(connection, _LENGTH.size - len(start))
-            job = json.loads(_read(connection, _LENGTH.unpack(start)[0]))
+            message = json.loads(_read(connection, _LENGTH.unpack(start)[0]))
         except OSError:
             connection.close()
-            return False
-        is_alike = self._variables.items() <= job["variables"].items()
-        if not is_alike or job["python"] != [sys.prefix, __file__, list(sys.warnoptions)]:
-            _send(connection, {"pid": None})
-            connection.close()
         else:
-            pid = os.fork()
-            if pid == 0:
-                self._leave()
-                _become(job, streams)
-                return True
-            self._forks[pid] = connection
-            with suppress(OSError):
-                _send(connection, {"pid": pid})
-            self._selector.register(connection, selectors.EVENT_READ, lambda _: self._kill(pid))
-            self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, lambda ended: self._report(pid, ended))
-        for stream in streams:
-            os.close(stream)
+            if "modules" in message:
+                connection.close()
+                _import(message["modules"])
+            elif not self._is_alike(message):
+                _send(connection, {"pid": None})
+                connection.close()
+            else:
+                is_fork = self._fork(connection, message, streams)
+        if not is_fork:
+            for stream in streams:
+                os.close(stream)
+        return is_fork
+
+    def _is_alike(self, job: dict[str, Any]) -> bool:
+        """Return whether a command would import the same in the same way."""
+        is_same_python = job["python"] == [sys.prefix, __file__, list(sys.warnoptions)]
+        return is_same_python and self._variables.items() <= job["variables"].items()
+
+    def _fork(self, connection: socket.socket, job: dict[str, Any], streams: Sequence[int]) -> bool:
+        """Fork for a command; return True in the fork."""
+        pid = os.fork()
+        if pid == 0:
+            self._leave()
+            connection.close()
+            _become(job, streams)
+            return True
+        self._forks[pid] = connection
+        with suppress(OSError):
+            _send(connection, {"pid": pid})
+        self._selector.register(connection, selectors.EVENT_READ, lambda _: self._kill(pid))
+        self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, lambda ended: self._report(pid, ended))
         return False
 
     def _kill(self, pid: int) -> None:
         """Kill a fork whose proxy has died."""
-        self._selector.unregister(self._forks[pid])
-        os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        if pid in self._forks:  # otherwise it has ended in the same moment
+            self._selector.unregister(self._forks[pid])
+            os.kill(pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
 
     def _report(self, pid: int, ended: int) -> None:
         """Tell the proxy of a fork that has ended how it did."""

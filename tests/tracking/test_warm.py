@@ -27,6 +27,7 @@ else:
     warm.hand_over(dict(os.environ))
 facts = {"pid": os.getpid(), "words": sys.argv[1:], "folder": os.getcwd(), "group": os.getpgrp()}
 facts |= {"variable": os.environ.get("QRL_CALLER"), "imported": "colorsys" in sys.modules}
+facts |= {"further": "wave" in sys.modules}
 print(json.dumps(facts), flush=True)
 print("to stderr", file=sys.stderr)
 if sys.argv[1] == "ends":
@@ -39,6 +40,7 @@ def stop(signum, frame):
     sys.exit(128 + signum)
 
 signal.signal(signal.SIGTERM, stop)
+time.sleep(0.3)  # until its proxy knows it
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -176,3 +178,12 @@ def test_a_warm_process_ends_with_its_owner_but_after_its_commands(program, tmp_
             running.terminate()
             running.communicate(timeout=60)
             assert process.wait(timeout=60) == 0 and running.returncode == 128 + signal.SIGTERM
+
+
+def test_further_modules_are_imported_before_the_next_command(program, server, tmp_path):
+    for number, imported in enumerate((False, True)):
+        process = command(program, tmp_path, "ends", str(number))
+        seen = json.loads(process.communicate(timeout=60)[0])
+        assert seen["pid"] != process.pid and seen["further"] is imported
+        warm.import_more(warm.socket_of(tmp_path, ""), ["no_such_module", "wave"])
+    assert server.poll() is None
