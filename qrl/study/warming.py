@@ -42,7 +42,8 @@ class WarmProcesses(AbstractContextManager):
 
     def begin(self) -> None:
         """Start a process in this environment, the core one, with what the last steps need: they always run."""
-        if not cluster.chosen():  # a job's processes are its own
+        is_off = os.environ.get(warm.FOLDER) == warm.OFF
+        if not is_off and not cluster.chosen():  # a job's processes are its own
             self._start(os.environ.get(PLACE, ""), Path(sys.executable), _LIGHT)
 
     def add(self, device: str, folders: list[Path], manager: str) -> None:
@@ -88,8 +89,8 @@ class WarmProcesses(AbstractContextManager):
             warm_process.kill()
             warm_process.wait()
         self._processes.clear()
-        os.environ.pop(warm.FOLDER, None)
         if self._folder:
+            del os.environ[warm.FOLDER]
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
 

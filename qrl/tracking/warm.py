@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 FOLDER = "QRL_WARM"  # environment variable of a study's steps: the folder with its warm processes' sockets
+OFF = "off"  # its value for a study that is to start none
 COMMAND = "--warm"  # `python -m qrl --warm SOCKET OWNER MODULE …` is a warm process
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LENGTH = struct.Struct("!I")
@@ -56,6 +57,8 @@ def hand_over(variables: dict[str, str]) -> None:
     Args:
         variables: this process's environment, as it was started.
     """
+    if os.environ.get(FOLDER) == OFF:
+        return
     folder = os.environ.pop(FOLDER, None)
     if folder is None or "MLFLOW_RUN_ID" not in os.environ or "RANK" in os.environ:
         return

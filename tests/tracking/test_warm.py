@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from qrl.tracking import warm
+from qrl.tracking.keys import ROOT
 
 pytestmark = pytest.mark.process
 
@@ -155,6 +156,31 @@ def test_a_command_with_other_variables_runs_by_itself(program, tmp_path, monkey
             output, _ = run.communicate(timeout=60)
             assert (json.loads(output)["pid"] == run.pid) is is_own
         process.kill()
+
+
+def test_a_study_can_be_told_to_start_none(program, tmp_path, monkeypatch):
+    from qrl.study.warming import WarmProcesses
+
+    monkeypatch.setenv(warm.FOLDER, warm.OFF)
+    warm.hand_over(dict(os.environ))  # as each command begins
+    with WarmProcesses() as warm_processes:
+        warm_processes.begin()
+        warm_processes.add("cpu", [ROOT], "local")
+        assert not any(warm.COMMAND in child.cmdline() for child in psutil.Process().children())
+    assert os.environ[warm.FOLDER] == warm.OFF
+
+
+def test_a_study_ends_its_warm_processes(monkeypatch):
+    from qrl.study.warming import WarmProcesses
+
+    monkeypatch.delenv(warm.FOLDER, raising=False)
+    with WarmProcesses() as warm_processes:
+        warm_processes.begin()
+        folder = Path(os.environ[warm.FOLDER])
+        children = [child for child in psutil.Process().children() if warm.COMMAND in child.cmdline()]
+        assert len(children) == 1
+        until(lambda: list(folder.glob("*.sock")))
+    assert is_gone(children[0].pid) and not folder.exists() and warm.FOLDER not in os.environ
 
 
 def test_without_a_warm_process_a_command_runs_by_itself(program, tmp_path):
