@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -155,6 +156,23 @@ def test_a_command_with_other_variables_runs_by_itself(program, tmp_path, monkey
             run = command(program, tmp_path, "ends", "0", **{variable: value})
             output, _ = run.communicate(timeout=60)
             assert (json.loads(output)["pid"] == run.pid) is is_own
+        process.kill()
+
+
+def test_a_command_whose_sources_were_edited_runs_by_itself(program, tmp_path):
+    package = tmp_path / "edited" / "qrl"
+    shutil.copytree(Path(warm.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
+    address = warm.socket_of(tmp_path, "")
+    variables = environment(PYTHONPATH=str(package.parent))
+    words = [sys.executable, program, warm.COMMAND, address, str(os.getpid())]
+    with subprocess.Popen(words, env=variables) as process:
+        until(address.exists)
+        for is_own in (False, True):
+            run = command(program, tmp_path, "ends", "0", PYTHONPATH=str(package.parent))
+            output, _ = run.communicate(timeout=60)
+            assert (json.loads(output)["pid"] == run.pid) is is_own
+            with (package / "steps" / "compare.py").open("a") as source:
+                source.write("# another line\n")
         process.kill()
 
 
