@@ -33,6 +33,7 @@ OFF = "off"  # its value for a study that is to start none
 COMMAND = "--warm"  # `python -m qrl --warm SOCKET OWNER MODULE …` is a warm process
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LENGTH = struct.Struct("!I")
+_FOLLOWED = b"+"  # a proxy says that it passes signals on
 _ACCEPT_S = 10  # for a command to say what it is
 # Variables that MLflow, a shell or a study sets for each step, and that nothing reads while it is imported. Others that
 # a warm process was started with must be as they were; what the study's libraries have added since makes no difference.
@@ -105,6 +106,7 @@ def _follow(connection: socket.socket, pid: int) -> int | None:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, forward)
     try:
+        connection.sendall(_FOLLOWED)
         return _receive(connection)["status"]
     except OSError:
         return None
@@ -245,16 +247,26 @@ class _Server:
         return is_same_python and has_same_variables and _sources() == self._sources
 
     def _fork(self, connection: socket.socket, job: dict[str, Any], streams: Sequence[int]) -> bool:
-        """Fork for a command; return True in the fork."""
+        """Fork for a command; return True in the fork, once the proxy passes signals on to it."""
+        gate, opening = os.pipe()
         pid = os.fork()
         if pid == 0:
+            os.close(opening)
+            is_open = os.read(gate, 1)
+            os.close(gate)
+            if not is_open:  # the proxy has died
+                os._exit(1)
             self._leave()
             connection.close()
             _become(job, streams)
             return True
+        os.close(gate)
         self._forks[pid] = connection
         with suppress(OSError):
             _send(connection, {"pid": pid})
+            _read(connection, len(_FOLLOWED))
+            os.write(opening, b"+")
+        os.close(opening)
         self._selector.register(connection, selectors.EVENT_READ, lambda _: self._kill(pid))
         self._selector.register(os.pidfd_open(pid), selectors.EVENT_READ, lambda ended: self._report(pid, ended))
         return False

@@ -42,7 +42,6 @@ def stop(signum, frame):
     sys.exit(128 + signum)
 
 signal.signal(signal.SIGTERM, stop)
-time.sleep(0.3)  # until its proxy knows it
 print("ready", flush=True)
 time.sleep(600)
 """
