@@ -92,3 +92,9 @@ def free_bytes(device: str) -> int:
         return min(free, int(limit) - used + file_cache)
     except (OSError, KeyError, ValueError):  # no container, or an older kernel's files
         return free
+
+
+def in_gib(size: float) -> str:
+    """Return bytes as 0.04 GiB, 5.1 GiB or 48 GiB."""
+    gib = size / 2**30
+    return f"{gib:.2g} GiB" if gib < 10 else f"{gib:.0f} GiB"

@@ -18,11 +18,8 @@ from qrl.study.launch import DryRun
 from qrl.tracking import addresses
 
 if TYPE_CHECKING:
-    from qrl.study.trial import Trial
     from qrl.tasks import prompt
-    from qrl.train.footprint import Shape
 
-LAST_STEPS = 3  # diagnose, compare and promote, which a `DryRun` does not reach
 _ANYWAY = "To start the study anyway, add --yes (with mlflow run: -P yes=true)."
 
 
@@ -195,15 +192,9 @@ def _doubt(objections: Objections, doubts: list[str], *, yes: bool) -> None:
 
 
 def rehearse(
-    recipe: Recipe,
-    device: str,
-    dry_run: DryRun | None,
-    *,
-    yes: bool,
-    methods: int = 1,
-    objections: Objections | None = None,
+    recipe: Recipe, device: str, dry_run: DryRun | None, *, yes: bool, objections: Objections | None = None
 ) -> None:
-    """Check data and lengths, ask the base 20 questions, and print their answers and what the study will take.
+    """Check data and lengths, ask the base 20 questions, and print their answers and the memory that training takes.
 
     A base that a finished run has evaluated already is not asked again: it was healthy.
 
@@ -212,14 +203,14 @@ def rehearse(
         device: cpu or cuda.
         ahead: what the store lacks; None if that is not known, because of an objection.
         yes: only warn of what speaks against the study.
-        methods: how many are trained and evaluated like the recipe's.
         objections: what others have found; they are raised with those to data and lengths, before a model is loaded.
 
     Raises:
         BadInput: held-out questions are among the training ones, a text is too long, the memory is too small, or the
             base's answers are unhealthy or all wrong.
     """
-    from qrl.study import forecast, trial
+    from qrl.engine import memory
+    from qrl.study import trial
     from qrl.train import footprint
 
     collected = Objections() if objections is None else objections
@@ -243,12 +234,8 @@ def rehearse(
         return
     answers = trial.run(recipe, base, device)
     click.echo(trial.text(answers, recipe), err=True)
-    engines = {recipe.evaluate.engine, recipe.rollout.engine}
-    if device == "cpu" and engines == {"transformers"} and recipe.model in source.SHIPPED:
-        click.echo(f"      time: {_estimated(answers, recipe, shape, dry_run, methods)}", err=True)
-
     weight_bytes, peak_bytes = footprint.needed(recipe.train, shape, answers.frame["prompt_tokens"].max())
-    weights, peak, free = forecast.size(weight_bytes), forecast.size(peak_bytes), forecast.size(answers.free)
+    weights, peak, free = map(memory.in_gib, (weight_bytes, peak_bytes, answers.free))
     click.echo(
         f"      memory: about {peak} for training, {weights} of it for weights and optimizer; {free} are free", err=True
     )
@@ -263,25 +250,6 @@ def rehearse(
         )
     _doubt(collected, doubts, yes=yes)
     collected.insist()
-
-
-def _estimated(answers: Trial, recipe: Recipe, shape: Shape, ahead: DryRun, methods: int) -> str:
-    """Return how long the study will take, for a model, engines and a device for which the speed of a trial says it.
-
-    Elsewhere a batch of 20 does not. On a GPU with vLLM it said 12 minutes for 5.3, and 26 for 8; on a CPU, 55 minutes
-    for the 26 of a model of 135 M parameters.
-    """
-    from qrl.study import forecast
-
-    missing_counts = {step: len(labels) for step, labels in ahead.missing.items()}
-    seconds_of_one = forecast.seconds(answers, recipe, shape, missing_counts)
-    seconds_of = {step: seconds * methods for step, seconds in seconds_of_one.items()}
-    seconds_of["starting the steps"] = (len(ahead.folders) * methods + LAST_STEPS) * answers.start_s
-    parts = ", ".join(f"{name} {forecast.duration(seconds)}" for name, seconds in seconds_of.items())
-    return (
-        f"about {forecast.duration(sum(seconds_of.values()))} ({parts}), from the speed of these {len(answers.frame)} "
-        "answers; quantization and new environments come on top"
-    )
 
 
 def describe_questions(recipe: Recipe) -> str:

@@ -105,7 +105,7 @@ def study(
             report.warn([warning] if warning else [])
         dry_runs.append(_look_ahead(target))
     for target, dry_run in zip(targets, dry_runs, strict=True):
-        preflight.rehearse(target.first_arm.recipe, target.device, dry_run, yes=yes, methods=len(target.methods))
+        preflight.rehearse(target.first_arm.recipe, target.device, dry_run, yes=yes)
     for dry_run in dry_runs:
         begin_builds(dry_run)
 
@@ -169,7 +169,7 @@ def _check_model(
     name: str, arms_by_seed: dict[int, list[Arm]], overrides: dict[str, str], first_recipe: str, *, yes: bool
 ) -> _Target:
     """Check that all methods can train and store one model, and return it."""
-    from qrl.study.forecast import Shape
+    from qrl.train.footprint import Shape
 
     methods = [arm.recipe for arm in next(iter(arms_by_seed.values()))]
     schemes = [scheme_of(recipe) for recipe in methods if recipe.train.qat != "none"]

@@ -1,7 +1,8 @@
 """The base's answers to 20 questions before anything is trained: readable? one right? how slow?
 
 A study of hours ends with nothing if the base answers in another form than the grader reads, or gets no question right,
-so that GRPO has nothing to reinforce. Twenty answers show that in seconds, and give the speed for `forecast`.
+so that GRPO has nothing to reinforce. Twenty answers show that in seconds. How long a study will take they do not
+say: their speed is not that of thousands in larger batches, other engines and several processes.
 """
 
 from __future__ import annotations
@@ -11,17 +12,29 @@ import os
 import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qrl import process, stats
+from qrl.engine import memory
 from qrl.errors import BadInput, QrlError, first_line
 from qrl.recipe import Recipe
-from qrl.study import forecast
-from qrl.study.forecast import Trial
+from qrl.train.footprint import Shape
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 N = 20  # questions
-FEW = 2  # prompts of the smaller batch that is timed
-STEPS = 9  # tokens that it writes
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The base's answers to a few questions."""
+
+    frame: pd.DataFrame  # a row per question, as `evaluate.cells.graded_frame` returns them, and `prompt_tokens`
+    free: int  # bytes of memory on the device, before the model was loaded
+    answers_s: float  # seconds of all answers
 
 
 def run(recipe: Recipe, path: Path, device: str) -> Trial:
@@ -65,68 +78,37 @@ def _begin(parent: int) -> None:
 
 def _run(recipe: Recipe, path: Path, device: str) -> Trial:
     from qrl.engine import device as devices
-    from qrl.engine import hf, memory
+    from qrl.engine import hf
     from qrl.evaluate import cells
     from qrl.tasks import prompt, question_sets
 
-    heldout = question_sets.load_evaluated(recipe, max(N, recipe.evaluate.n))
-    questions = heldout[:N]
+    questions = question_sets.load_evaluated(recipe, max(N, recipe.evaluate.n))[:N]
     free_bytes = memory.free_bytes(device)
     _check_memory(path, device, free_bytes)
     model, tokenizer = hf.load(path, device, devices.compute_dtype(recipe.evaluate.dtype, device))
     prompts = [prompt.render(tokenizer, question.question, prompt.of_recipe(recipe)) for question in questions]
     cells.check_lengths(path, questions, prompts)
 
-    def answer(batch: list, max_tokens: int) -> tuple[float, list]:
-        """Return the seconds that a batch takes, and its answers."""
-        start = time.perf_counter()
-        answers = hf.generate(model, tokenizer, batch, max_new_tokens=max_tokens, batch_size=len(batch))
-        return time.perf_counter() - start, answers
-
-    few_prompts = prompts[:FEW]
-    answer(few_prompts, 2)  # warm-up: libraries initialize themselves
-    start_s = time.process_time()
-    if device != "cpu":
-        answer(prompts, 1)  # a GPU's libraries choose their kernels by the size of the batch
-
-    # Two batch sizes give the two parts of a decoding step: what it costs at all, and what each answer adds.
-    few_read_s, _ = answer(few_prompts, 1)
-    few_answers_s, few_answers = answer(few_prompts, STEPS)
-    few_step_s = _per_step(few_read_s, few_answers_s, few_answers)
-    read_s, _ = answer(prompts, 1)
-    answers_s, answers = answer(prompts, recipe.evaluate.max_new_tokens)
-    step_s = _per_step(read_s, answers_s, answers)
-    per_answer_s = max(0.0, (step_s - few_step_s) / max(1, len(prompts) - FEW))
-    fixed_s = max(0.0, few_step_s - FEW * per_answer_s)
+    start = time.perf_counter()
+    answers = hf.generate(
+        model, tokenizer, prompts, max_new_tokens=recipe.evaluate.max_new_tokens, batch_size=len(prompts)
+    )
+    answers_s = time.perf_counter() - start
 
     prompt_tokens = [len(ids) for ids in prompts]
     tags = prompt.thinking_tags(tokenizer, prompt.of_recipe(recipe))
     frame = cells.graded_frame({}, questions, answers, recipe.task, tokenizer, tags)
-    return Trial(
-        heldout=min(len(heldout), recipe.evaluate.n),
-        frame=frame.assign(prompt_tokens=prompt_tokens),
-        free=free_bytes,
-        start_s=start_s,
-        answers_s=answers_s,
-        forward_s=read_s / sum(prompt_tokens),
-        step_s=(fixed_s, per_answer_s),
-    )
+    return Trial(frame.assign(prompt_tokens=prompt_tokens), free_bytes, answers_s)
 
 
 def _check_memory(path: Path, device: str, free_bytes: int) -> None:
     """Raise BadInput if not even the weights fit, in two bytes a parameter."""
-    needed_bytes = forecast.Shape.of(path).parameters * 2
+    needed_bytes = Shape.of(path).parameters * 2
     if needed_bytes > free_bytes:
         weights = (
-            f"{forecast.size(needed_bytes)} of weights in bf16, but {forecast.size(free_bytes)} of memory are free"
+            f"{memory.in_gib(needed_bytes)} of weights in bf16, but {memory.in_gib(free_bytes)} of memory are free"
         )
         raise BadInput(f"{path} has {weights} on this {device}: use a smaller model or a larger machine.")
-
-
-def _per_step(read_s: float, total_s: float, answers: list) -> float:
-    """Return the seconds a batch takes for each token after the first; `read_s` is the time for the prompts."""
-    steps = max(answer.n_tokens for answer in answers) - 1
-    return max(0.0, total_s - read_s) / max(1, steps)
 
 
 def objections(trial: Trial, recipe: Recipe) -> list[str]:

@@ -23,7 +23,7 @@ from qrl.errors import BadInput, Objections, QrlError, UnhealthyCell
 from qrl.evaluate import health
 from qrl.recipe import Evaluate
 from qrl.steps import evaluate
-from qrl.study import auto, forecast, pipeline, preflight, trial
+from qrl.study import auto, pipeline, preflight, trial
 from qrl.study.launch import DryRun
 from qrl.train import footprint
 
@@ -109,8 +109,8 @@ def answers(right: int, wrong: int, unread: int) -> pd.DataFrame:
     )
 
 
-def tried(right: int, wrong: int = 0, unread: int = 0, heldout: int = 40) -> trial.Trial:
-    return trial.Trial(heldout, answers(right, wrong, unread), 2**34, 5.0, 2.0, 1e-4, (0.01, 0.001))
+def tried(right: int, wrong: int = 0, unread: int = 0) -> trial.Trial:
+    return trial.Trial(answers(right, wrong, unread), 2**34, 2.0)
 
 
 def test_a_base_with_no_right_answer_is_objected_to_unless_a_teacher_gives_the_signal():
@@ -152,24 +152,6 @@ def test_training_memory_is_sixteen_bytes_a_parameter_and_an_adapter_needs_less(
     assert footprint.needed(more.train, QWEN, 150)[1] > peak
 
 
-def test_time_grows_with_what_is_asked_and_finished_steps_cost_none():
-    shape, missing = footprint.Shape.of(tiny.PATH), {"train": 1, "evaluate": 6}
-    once = forecast.seconds(tried(10, 10), study(), shape, missing)
-    assert set(once) == {"train", "evaluate"} and all(seconds > 0 for seconds in once.values())
-    twice = forecast.seconds(tried(10, 10, heldout=80), study(**{"train.steps": "32"}), shape, missing)
-    assert twice["train"] == pytest.approx(2 * once["train"])
-    assert twice["evaluate"] == pytest.approx(2 * once["evaluate"])
-    assert forecast.seconds(tried(10, 10), study(), shape, {"evaluate": 3}) == {"evaluate": once["evaluate"] / 2}
-
-
-def test_an_evaluations_time_is_its_batches_of_steps():
-    trial_ = tried(20, heldout=200)
-    settings = study(**{"evaluate.batch_size": "100"})
-    expected = 2 * 30 * (0.01 + 100 * 0.001) + 200 * 100 * 1e-4  # two batches, 30 tokens each, and reading the prompts
-    seconds = forecast.seconds(trial_, settings, footprint.Shape.of(tiny.PATH), {"evaluate": 1})
-    assert seconds == {"evaluate": pytest.approx(expected)}
-
-
 def test_fewer_questions_than_asked_for_are_said(tmp_path):
     rows = "\n".join(json.dumps({"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"}) for i in range(3))
     for split in ("train", "test"):
@@ -179,11 +161,8 @@ def test_fewer_questions_than_asked_for_are_said(tmp_path):
     assert preflight.describe_questions(study()) == "40 held-out questions"
 
 
-def test_times_and_sizes_are_short():
-    assert [forecast.duration(seconds) for seconds in (4.25, 59, 240, 9000, 1e6)] == [
-        "4.2 s", "59 s", "4 min", "2.5 h", "12 days",
-    ]  # fmt: skip
-    assert [forecast.size(size) for size in (4e7, 5.5e9, 5e10)] == ["0.037 GiB", "5.1 GiB", "47 GiB"]
+def test_sizes_are_short():
+    assert [memory.in_gib(size) for size in (4e7, 5.5e9, 5e10)] == ["0.037 GiB", "5.1 GiB", "47 GiB"]
 
 
 def test_a_recipe_for_a_gpu_is_refused_on_a_cpu_at_once_and_runs_with_yes(capsys):
@@ -260,20 +239,6 @@ def test_objections_are_one_sentence_or_a_list_and_hide_what_follows_from_them()
         found.insist()
 
 
-@pytest.mark.process
-@pytest.mark.parametrize(
-    "changes", [{"evaluate.engine": "vllm"}, {"rollout.engine": "vllm"}, {"model": str(tiny.PATH)}]
-)
-def test_no_time_is_estimated_for_an_engine_whose_speed_the_trial_does_not_know(changes, monkeypatch, capsys):
-    monkeypatch.setattr(trial, "run", lambda *_: tried(12, 8))
-    preflight.rehearse(study(), "cpu", everything(), yes=False)
-    assert "time: about" in capsys.readouterr().err
-    preflight.rehearse(study(**changes), "cpu", everything(), yes=False)
-    preflight.rehearse(study(), "cuda", everything(), yes=False)
-    told = capsys.readouterr().err
-    assert "time: about" not in told and told.count("memory: about") == 2
-
-
 def test_without_a_recipe_the_device_decides_between_the_small_and_the_large_one():
     own = {"model": "some/model", "device": "cpu"}
     assert auto.recipe_for("auto", own) == "instruct-cpu"
@@ -320,11 +285,11 @@ def test_too_little_memory_for_the_optimizer_is_an_objection(monkeypatch):
 
 
 @pytest.mark.process
-def test_the_shipped_model_passes_and_two_answers_a_time_and_the_memory_are_shown(capsys):
+def test_the_shipped_model_passes_and_two_answers_and_the_memory_are_shown(capsys):
     preflight.rehearse(study(), "cpu", everything(), yes=False)
     shown = capsys.readouterr().err
     assert "base answers 20 held-out questions" in shown and shown.count("arithmetic-heldout-0-") == 2
-    assert "(train " in shown and "evaluate " in shown and "of it for weights and optimizer" in shown
+    assert "memory: about 0.38 GiB for training, 0.037 GiB of it for weights and optimizer" in shown
 
 
 def full(*_: object) -> None:

@@ -22,7 +22,6 @@ import click
 from qrl import checkpoint, process
 from qrl.engine import memory
 from qrl.errors import BadInput
-from qrl.study import forecast
 from qrl.workspace import Scratch, check_space, write_atomically
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def check_room(out: Path) -> None:
     free_bytes = memory.free_bytes("cpu")
     if free_bytes < MEMORY_BYTES:
         raise BadInput(
-            f"Decoding the model needs {forecast.size(MEMORY_BYTES)} of memory, but {forecast.size(free_bytes)} are "
+            f"Decoding the model needs {memory.in_gib(MEMORY_BYTES)} of memory, but {memory.in_gib(free_bytes)} are "
             "free: end other programs, or make it on another machine and copy the folder."
         )
 
