@@ -61,7 +61,8 @@ def hand_over(variables: dict[str, str]) -> None:
     if os.environ.get(FOLDER) == OFF:
         return
     folder = os.environ.pop(FOLDER, None)
-    if folder is None or "MLFLOW_RUN_ID" not in os.environ or "RANK" in os.environ:
+    is_step = "MLFLOW_RUN_ID" in os.environ and "RANK" not in os.environ  # and no process of a training in several
+    if folder is None or not is_step or not _has_streams():
         return
     variables = {name: value for name, value in variables.items() if name != FOLDER}
     job = {
@@ -93,6 +94,14 @@ def hand_over(variables: dict[str, str]) -> None:
             signal.signal(signum, signal.SIG_DFL)
         os.kill(os.getpid(), signum)
     os._exit(os.waitstatus_to_exitcode(status))
+
+
+def _has_streams() -> bool:
+    """Return whether the three standard streams are open; a socket would take the number of one that is not."""
+    try:
+        return all(os.fstat(number) for number in range(3))
+    except OSError:
+        return False
 
 
 def _follow(connection: socket.socket, pid: int) -> int | None:

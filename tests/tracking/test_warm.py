@@ -200,6 +200,13 @@ def test_a_study_ends_its_warm_processes(monkeypatch):
     assert is_gone(children[0].pid) and not folder.exists() and warm.FOLDER not in os.environ
 
 
+def test_a_command_whose_input_is_closed_runs_by_itself(program, server, tmp_path):
+    variables = environment(**VARIABLES, **{warm.FOLDER: str(tmp_path)})
+    words = ["bash", "-c", 'exec "$@" <&-', "bash", sys.executable, program, "ends", "0"]
+    done = subprocess.run(words, env=variables, text=True, capture_output=True, check=True, timeout=60)
+    assert not json.loads(done.stdout)["imported"] and server.poll() is None
+
+
 def test_without_a_warm_process_a_command_runs_by_itself(program, tmp_path):
     run = command(program, tmp_path, "ends", "3")
     output, _ = run.communicate(timeout=60)
