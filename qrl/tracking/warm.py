@@ -188,6 +188,7 @@ class _Server:
     """A socket, and the forks that run commands."""
 
     def __init__(self, address: Path, owner: int) -> None:
+        self._address = address
         self._sources = _sources()
         self._variables = {name: value for name, value in os.environ.items() if name not in _FREE_VARIABLES}
         self._selector = selectors.DefaultSelector()
@@ -212,6 +213,9 @@ class _Server:
         while self._forks or not self._is_ending:
             if any(key.data(key.fileobj) for key, _ in self._selector.select()):
                 return
+        with suppress(OSError):  # the owner was killed, or it would have done this; another's socket may still be there
+            self._address.unlink()
+            self._address.parent.rmdir()
         os._exit(0)
 
     def _end(self, owner_ended: int) -> None:

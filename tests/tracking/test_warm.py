@@ -228,6 +228,7 @@ def test_a_warm_process_ends_with_its_owner_but_after_its_commands(program, tmp_
             running.terminate()
             running.communicate(timeout=60)
             assert process.wait(timeout=60) == 0 and running.returncode == 128 + signal.SIGTERM
+    assert not address.exists()
 
 
 def test_further_modules_are_imported_before_the_next_command(program, server, tmp_path):
