@@ -15,6 +15,7 @@ import requests
 from mlflow.entities.webhook import WebhookEvent
 
 from qrl import names, registry
+from tests.ports import free_port
 from tests.registry import made
 from tests.tracking import team
 
@@ -47,7 +48,7 @@ def received():
 @pytest.fixture
 def server(store, tmp_path, monkeypatch):
     """Run MLflow's server on the store, and use it."""
-    address = f"http://127.0.0.1:{(port := team.free_port())}"
+    address = f"http://127.0.0.1:{(port := free_port())}"
     command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1", "--no-serve-artifacts"]
     command += ["--backend-store-uri", store, "--default-artifact-root", str(tmp_path / "artifacts")]
     variables = {key: value for key, value in os.environ.items() if not key.startswith("MLFLOW")} | HERE

@@ -23,6 +23,7 @@ from qrl.registry import versions
 from qrl.serve import engines, log, process, server
 from qrl.serve.log import cause
 from qrl.tracking import models, runs
+from tests.ports import free_port
 
 pytestmark = pytest.mark.process
 
@@ -49,11 +50,6 @@ from qrl.study import environments
 environments.hand_over(Path(sys.argv[1]), "serve", {"stage": "base", "engine": "transformers", "port": sys.argv[2]})
 print("ended well", flush=True)
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def start(path: Path, port: int, log: Path) -> subprocess.Popen:

@@ -22,6 +22,7 @@ from qrl.evaluate import cells
 from qrl.recipe import Evaluate, Recipe
 from qrl.tasks import prompt
 from qrl.tracking import models, runs
+from tests.ports import free_port
 
 ROOT = Path(qrl.__file__).parents[1]
 SCHEMES = ("full", "awq", *(pytest.param(name, marks=pytest.mark.long) for name in ("awq-ct", "w8a8", "fp8")))
@@ -121,13 +122,6 @@ class Served:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, ""
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 def command(scheme: str, stage: str, port: int, python_of) -> tuple[list[str], dict[str, str]]:

@@ -6,7 +6,6 @@ PostgreSQL is the machine's own; the S3 server is moto's, in a process of its ow
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -14,6 +13,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import requests
+
+from tests.ports import free_port
 
 ADMIN = ("admin", "only-for-tests-1234")
 BUCKET = "team"
@@ -99,13 +100,6 @@ def login(server: str, name: str = "", password: str = "") -> dict[str, str]:
     """Return the environment variables with which a user reaches the server."""
     who = {"MLFLOW_TRACKING_USERNAME": name, "MLFLOW_TRACKING_PASSWORD": password} if name else {}
     return {"MLFLOW_TRACKING_URI": server} | who
-
-
-def free_port() -> int:
-    """Return a port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager

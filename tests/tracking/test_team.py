@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import qrl
+from tests.ports import free_port
 from tests.tracking import team
 
 pytestmark = [
@@ -133,7 +134,7 @@ def test_a_model_passes_the_server_in_parts_once_and_nobody_without_rights_promo
 
 def check_served(folder: Path, variables: dict[str, str]) -> None:
     """Check that a user can serve a stage of a model that another user owns."""
-    port = str(team.free_port())
+    port = str(free_port())
     options = ["--stage", "base", "--registered_name", "ann-tiny", "--port", port]
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     command = [sys.executable, "-m", "qrl", "serve", *options]
