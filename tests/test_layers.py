@@ -147,7 +147,10 @@ def test_the_command_line_starts_without_anything_heavy():
     import subprocess
     import sys
 
-    for modules, heavy in (("qrl.cli", HEAVY), ("qrl.study.pipeline, qrl.steps.compare, qrl.steps.promote", {"torch"})):
+    for modules, heavy in (
+        ("qrl.cli", HEAVY),
+        ("qrl.study.pipeline, qrl.train.machine, qrl.steps.compare, qrl.steps.promote", {"torch"}),
+    ):
         code = f"import sys, {modules}; print({heavy!r} & {{name.partition('.')[0] for name in sys.modules}})"
         output = subprocess.check_output([sys.executable, "-c", code], text=True, cwd=PACKAGE.parent)
         assert output.strip() == "set()"

@@ -23,6 +23,7 @@ from qrl.tasks import contamination, prompt, question_sets, rows
 from qrl.tiny import corpus
 from qrl.tracking import addresses, contents, keys, reuse, runs, store
 from qrl.train import Job, Machine, Trained, arguments, distill, footprint, parallel, rollout, trainers
+from qrl.train import machine as machines
 from qrl.train import merge as merging
 from qrl.train.job import Alarm
 from qrl.workspace import WORK, check_space, workspace
@@ -213,7 +214,7 @@ def check(recipe: Recipe) -> None:
     objections = Objections()
     objections.keep(rules.check, recipe, rules.OF_TRAINING)
     machine = Machine(devices.choose(recipe.device))
-    objections.keep(trainers.check_machine, recipe.train, recipe.rollout, machine)
+    objections.keep(machines.check, recipe.train, recipe.rollout, machine)
     objections.insist()
 
 

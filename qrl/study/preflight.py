@@ -124,7 +124,8 @@ def _tell_ends(base: Path, objections: Objections) -> None:
 def _check_machine(recipe: Recipe, device: str, objections: Objections) -> None:
     """Look at whether this machine, or the cluster's nodes, can train and evaluate as the recipe says."""
     from qrl import evaluate
-    from qrl.train import Machine, trainers
+    from qrl.train import Machine
+    from qrl.train import machine as machines
 
     nodes = cluster.chosen()
     machine = Machine(device)
@@ -133,7 +134,7 @@ def _check_machine(recipe: Recipe, device: str, objections: Objections) -> None:
         resources = nodes.resources("train")
         machine = Machine(device, resources.gpus * resources.nodes, nodes.processes())
         evaluation_gpus = nodes.resources("evaluate").gpus
-    objections.keep(trainers.check_machine, recipe.train, recipe.rollout, machine)
+    objections.keep(machines.check, recipe.train, recipe.rollout, machine)
     settings = recipe.evaluate
     objections.keep(evaluate.check_gpus, settings.tensor_parallel, settings.engine, device, evaluation_gpus)
 

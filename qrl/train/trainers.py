@@ -7,9 +7,8 @@ the recipe's settings need of each other is checked before, by `recipe/rules.py`
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from qrl.errors import Objections
-from qrl.recipe import Rollout, Train
-from qrl.train import distill, grpo, parallel, raft, rollout, sft, verl
+from qrl.recipe import Train
+from qrl.train import distill, grpo, raft, sft, verl
 from qrl.train.job import Job, Machine, Trained
 
 
@@ -38,18 +37,3 @@ def name(settings: Train) -> str:
     if settings.algorithm != "grpo":
         return settings.algorithm
     return "verl" if settings.trainer == "verl" else "grpo"
-
-
-def check_machine(settings: Train, sampling: Rollout, machine: Machine) -> None:
-    """Check what can be known of a training before its model and its data are there.
-
-    Raises:
-        BadInput: all that is wrong: the GPUs are too few or do not divide a step, or nothing here can sample.
-    """
-    objections = Objections()
-    objections.keep(parallel.check, settings, machine.device, machine.gpus)
-    if settings.trainer == "verl":
-        processes = parallel.processes(settings, machine.device, machine.gpus)
-        objections.keep(verl.check_gpus, settings, max(machine.processes, processes))
-    objections.keep(rollout.check, sampling, machine.device, settings)
-    objections.insist()
