@@ -126,6 +126,7 @@ def test_token_ids_are_the_texts_in_order_from_any_step_and_by_any_number_of_wor
         list(Corpus(5).token_ids(tiny.PATH, 0, 8, 64, 0))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_worker_processes_make_the_same_token_ids(tokenizer):
     wanted = [tokenizer(text)["input_ids"] for text in Corpus(5).texts(tokenizer, 30, 0)]
@@ -208,6 +209,7 @@ def test_every_type_is_made_with_its_sizes_and_answers_in_the_engine(place, kind
     assert ("enable_thinking" in tokens.chat_template) == (kind == "qwen3")
 
 
+@pytest.mark.slow
 def test_a_killed_training_goes_on_to_the_same_weights_and_a_finished_one_is_not_made_again(place, monkeypatch, capsys):
     budget = Budget(steps=6, batch=4)
     make.make(place / "straight", SMALL, Corpus(), budget, **MADE)

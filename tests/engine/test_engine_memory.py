@@ -69,6 +69,7 @@ def test_the_space_of_a_training_is_of_its_checkpoints_and_its_model():
     assert footprint.written(recipe.load("tiny-lora", {}).train, base) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_training_resumes_with_half_the_micro_batch(tmp_path, monkeypatch, capsys):
     tags, steps = {}, {}

@@ -420,7 +420,9 @@ def test_many_variants_and_schemes_are_drawn(tmp_path):
     assert is_picture(tmp_path / "matrix.png") and is_picture(tmp_path / "survival.png")
 
 
-@pytest.mark.parametrize("options", [{}, {"n": 1000}, {"effect": 0.05}])
+@pytest.mark.parametrize(
+    "options", [{}, *(pytest.param(more, marks=pytest.mark.slow) for more in ({"n": 1000}, {"effect": 0.05}))]
+)
 def test_a_plan_is_drawn(tmp_path, options):
     planned = plan.make(plan.Assumptions(gain=0.1), **options)
     figures.chances(planned, tmp_path / "plan.png")

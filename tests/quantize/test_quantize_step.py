@@ -95,6 +95,7 @@ def runs_named(name: str) -> list:
     return mlflow.search_runs(filter_string=f"attributes.run_name = '{name}'", output_format="list")
 
 
+@pytest.mark.slow
 def test_rollouts_are_each_models_own_answers_to_the_same_questions(store, other):
     chosen = settings(**{"quantize.calibration": "rollouts"})
     step.quantize(chosen, ("gptq",), f"base={tiny.PATH},grpo={other}")
@@ -191,6 +192,7 @@ def test_a_cell_with_another_scheme_than_its_model_is_refused(store):
             addresses.stored_as(("base", other), address)
 
 
+@pytest.mark.slow
 def test_a_killed_step_leaves_nothing_in_the_store_and_the_next_one_cleans_up(store):
     options = ["--scheme", "awq-ct", "--device", "cpu", "--quantize.calibration_samples", "64"]
     words = [sys.executable, "-m", "qrl", "quantize", *options]

@@ -2,7 +2,6 @@
 
 from contextlib import contextmanager
 
-import pytest
 import sqlalchemy
 from mlflow.store.model_registry.dbmodels.models import SqlModelVersion
 
@@ -32,33 +31,27 @@ def counted():
         sqlalchemy.event.remove(*hook)
 
 
-@pytest.fixture
-def two_and_many(version):
-    """Return a way to do something at 4 versions and at 14, and what each cost."""
+WORKS = {  # what is done, and how many versions it loads at most
+    "resolve grpo": (lambda _: registry.resolve(NAME, "grpo"), 12),
+    "resolve Staging": (lambda _: registry.resolve(NAME, "Staging"), 12),
+    "resolve 3": (lambda _: registry.resolve(NAME, 3), 12),
+    "promote": (lambda number: registry.promote(NAME, "grpo", number, record=WHY), 40),
+}
 
-    def costs(work) -> list[dict[str, int]]:
-        numbers, found = [], []
-        for more in (4, 10):
-            numbers += [version("grpo", weights=f"{len(numbers) + i}").version for i in range(more)]
-            for number in numbers[-3:-1]:  # so that the stage has had a version before
-                registry.promote(NAME, "grpo", number, record=WHY)
+
+def test_nothing_sends_more_statements_or_loads_more_versions_for_many_versions(version):
+    numbers: list[int] = []
+    found: dict[str, list[dict[str, int]]] = {work: [] for work in WORKS}
+    for more in (4, 10):
+        numbers += [version("grpo", weights=f"{len(numbers) + i}").version for i in range(more)]
+        for number in numbers[-3:-1]:  # so that the stage has had a version before
+            registry.promote(NAME, "grpo", number, record=WHY)
+        for work, (do, _) in WORKS.items():
             with counted() as count:
-                work(numbers[-1])
-            found.append(dict(count))
-        return found
-
-    return costs
-
-
-def test_a_promotion_sends_no_more_statements_and_loads_no_more_versions_for_many_versions(two_and_many):
-    few, many = two_and_many(lambda number: registry.promote(NAME, "grpo", number, record=WHY))
-    assert few == many and many["versions"] < 40
-
-
-@pytest.mark.parametrize("what", ["grpo", "Staging", 3])
-def test_a_stage_and_a_number_are_resolved_without_the_other_versions(two_and_many, what):
-    few, many = two_and_many(lambda _: registry.resolve(NAME, what))
-    assert few == many and many["versions"] < 12
+                do(numbers[-1])
+            found[work].append(dict(count))
+    for work, (few, many) in found.items():
+        assert few == many and many["versions"] < WORKS[work][1], work
 
 
 def test_a_version_is_registered_without_the_others(version):

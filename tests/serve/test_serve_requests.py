@@ -437,8 +437,9 @@ def test_pyfunc_honours_what_the_table_says_and_refuses_the_rest(store):
             chat.predict({"messages": ASKED["messages"]} | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("scheme", ["nf4", pytest.param("w8a8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["nf4", pytest.param("w8a8", marks=pytest.mark.long)])
 def test_a_quantized_model_gives_the_answers_that_evaluation_grades(scheme, tmp_path):
     from starlette.testclient import TestClient
 

@@ -120,6 +120,7 @@ def test_a_spelling_is_its_own_spelling():  # gold answers are spelled as they a
             assert latex.normal(latex.normal(text)) == latex.normal(text)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_answers_of_math500_in_unicode_are_right_and_perturbed_ones_wrong():
     right = [(in_unicode(answer), answer) for answer in math500() if not in_unicode(answer).isascii()]

@@ -88,6 +88,7 @@ EQUAL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_perturbed_gold_answers_of_math500_grade_as_wrong():
     pairs = [(row["answer"], variant) for row in math500() for variant in perturbed(row["answer"])]
@@ -121,6 +122,7 @@ def perturbed(answer: str) -> list[str]:
     return variants
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_answers_that_never_end_are_counted_and_do_not_delay_the_others(monkeypatch):
     monkeypatch.setattr(math_pool, "CPU_S", 1.0)

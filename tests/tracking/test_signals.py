@@ -83,9 +83,11 @@ def environment(store: str, **more: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("module", "signum"),
     [
-        *(("psutil", signal.SIGINT), ("qrl.tracking", signal.SIGTERM)),  # before signals are heeded
-        *(("click", signal.SIGINT), ("pandas", signal.SIGINT), ("mlflow.entities", signal.SIGTERM)),
-        ("trl", signal.SIGTERM),
+        ("psutil", signal.SIGINT),  # before signals are heeded
+        pytest.param("qrl.tracking", signal.SIGTERM, marks=pytest.mark.slow),
+        ("mlflow.entities", signal.SIGTERM),
+        *(pytest.param(module, signal.SIGINT, marks=pytest.mark.slow) for module in ("click", "pandas")),
+        pytest.param("trl", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_while_modules_are_imported_ends_in_a_sentence(module, signum, store):

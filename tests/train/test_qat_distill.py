@@ -97,6 +97,7 @@ def test_a_teacher_whose_linears_are_stored_in_bf16_scores_as_one_that_autocast_
     assert ("lm_head.weight" in stored) != tied and (tied or stored["lm_head.weight"] == torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path, away):
     seen = []
     student = job(tmp_path, base=away, log=lambda metrics, step: seen.append((step, metrics)))

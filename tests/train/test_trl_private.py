@@ -286,6 +286,7 @@ def test_a_distillation_samples_from_the_engine_with_the_students_present_weight
         assert torch.equal(engine.model.get_parameter(name), weight.float()), name  # as step 2 sampled
 
 
+@pytest.mark.slow
 def test_a_distillation_through_the_engine_that_was_killed_goes_on_bit_for_bit(engine, tmp_path):
     """A new engine is given the checkpoint's weights first, and draws what the old one would have drawn."""
     changes = {"steps": 3, "save_every": 1, "learning_rate": 1e-3, "qat": "nvfp4-a4", "temperature": 1.5}
