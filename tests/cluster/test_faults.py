@@ -52,7 +52,10 @@ def mounts() -> bool:
 
 
 @pytest.mark.skipif(not mounts(), reason="no process here may mount a folder")
-@pytest.mark.parametrize("what", ["working folder", "checkout", "project", "store"])
+@pytest.mark.parametrize(
+    "what",
+    ["working folder", "store", *(pytest.param(what, marks=pytest.mark.long) for what in ("checkout", "project"))],
+)
 def test_a_folder_that_one_node_does_not_mount(what, project, slurm, tmp_path, monkeypatch):
     (work := tmp_path / "work").mkdir()
     store = Path.cwd()

@@ -61,7 +61,7 @@ def runnable() -> int:
     ("moment", "signum"),
     [
         *(pytest.param(moment, signal.SIGTERM, marks=[pytest.mark.long] * (moment != LAST)) for moment in MOMENTS),
-        *(pytest.param(moment, signal.SIGINT, marks=[pytest.mark.long] * (moment != LAST)) for moment in MOMENTS),
+        *(pytest.param(moment, signal.SIGINT, marks=pytest.mark.long) for moment in MOMENTS),
     ],
 )
 def test_a_signal_while_an_engine_starts_leaves_no_process(moment, signum, store, tmp_path, python_of):

@@ -73,7 +73,7 @@ def test_a_failed_build_ends_with_the_path_of_its_log_and_the_installers_words(p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_a_build_that_was_killed_is_not_taken_for_an_environment(project, signum, tmp_path):
     folder, wheel = project
     once = f"open({str(tmp_path / 'began')!r}, 'x'); import time; time.sleep(600)"

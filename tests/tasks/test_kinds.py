@@ -61,6 +61,7 @@ def test_a_right_answer_stays_right_and_a_wrong_one_wrong(kind):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kind", respelled.KINDS)
 def test_six_thousand_more(kind):
     check_generated(kind, 900, seed=1)

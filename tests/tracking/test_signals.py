@@ -86,7 +86,10 @@ def environment(store: str, **more: str) -> dict[str, str]:
         ("psutil", signal.SIGINT),  # before signals are heeded
         pytest.param("qrl.tracking", signal.SIGTERM, marks=pytest.mark.slow),
         ("mlflow.entities", signal.SIGTERM),
-        *(pytest.param(module, signal.SIGINT, marks=pytest.mark.slow) for module in ("click", "pandas")),
+        *(
+            pytest.param(module, signal.SIGINT, marks=[pytest.mark.slow, pytest.mark.long])
+            for module in ("click", "pandas")
+        ),
         pytest.param("trl", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )

@@ -64,7 +64,9 @@ class Ran:
             self.done = grpo.run(job(self.settings, folder))
 
 
-@pytest.fixture(scope="module", params=["fp32", pytest.param("int8", marks=pytest.mark.slow), "nf4"])
+@pytest.fixture(
+    scope="module", params=["fp32", pytest.param("int8", marks=[pytest.mark.slow, pytest.mark.long]), "nf4"]
+)
 def ran(request, tmp_path_factory):
     return Ran(request.param, tmp_path_factory.mktemp(request.param))
 

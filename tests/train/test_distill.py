@@ -80,7 +80,7 @@ def alone(folder: Path, base: Path, settings: Train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("qat", "micro_batch"), [("none", 2), ("int8", 8)])
+@pytest.mark.parametrize(("qat", "micro_batch"), [pytest.param("none", 2, marks=pytest.mark.long), ("int8", 8)])
 def test_two_processes_distil_as_one_does(qat, micro_batch, tmp_path, away):
     """Sampling is greedy, so that both train on the same completions; the loss is that of temperature 1."""
     settings = SMALL.model_copy(update={"top_k": 1, "qat": qat, "micro_batch": micro_batch})

@@ -210,7 +210,8 @@ with process.sentences():
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(
-    ("tampered", "named"), {"scale": "activation scales", "recipe": "settings or questions"}.items()
+    ("tampered", "named"),
+    [("scale", "activation scales"), pytest.param("recipe", "settings or questions", marks=pytest.mark.long)],
 )
 def test_processes_that_would_begin_apart_are_refused_before_the_first_step(tampered, named, tmp_path):
     done = pair.run(tmp_path, APART, tmp_path, tampered)

@@ -113,7 +113,7 @@ def test_a_quantized_student_comes_closer_to_its_teacher(tmp_path, away):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "nvfp4-a4"])
+@pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.long), "nvfp4-a4"])
 def test_a_distillation_that_was_killed_goes_on_bit_for_bit(name, tmp_path):
     settings = FAST.model_copy(
         update={

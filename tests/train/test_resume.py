@@ -106,7 +106,7 @@ def alone(folder, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["full", pytest.param("qlora", marks=pytest.mark.long)])
 def test_a_training_killed_at_a_random_moment_ends_with_the_same_weights_bit_for_bit(kind, tmp_path):
     settings, chance = KINDS[kind], random.Random()
     last_seen, wait = chance.randint(1, 4), chance.uniform(0, 0.5)
@@ -130,7 +130,7 @@ def test_a_training_killed_at_a_random_moment_ends_with_the_same_weights_bit_for
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["qlora", pytest.param("full", marks=pytest.mark.long)])
 def test_a_training_killed_after_its_last_step_takes_no_further_one(kind, tmp_path):
     settings = KINDS[kind].model_copy(update={"steps": 2})  # of the four that an epoch of these questions has
     whole = alone(tmp_path, settings)

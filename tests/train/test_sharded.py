@@ -206,8 +206,11 @@ sys.stdout.write(f"rank {rank} agrees\\n")
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *(("nvfp4-a4", "fp32"), ("fp8", "fp32")),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("int4", "fp32"), ("nvfp4-a4", "bf16"))),
+        ("nvfp4-a4", "fp32"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("fp8", "fp32"), ("int4", "fp32"), ("nvfp4-a4", "bf16"))
+        ),
     ],
 )
 def test_shards_compute_what_whole_weights_do(name, dtype, tmp_path):

@@ -236,7 +236,9 @@ class FakeClient(FakeEngine):
         return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": [[[one] for one in row] for row in scores]}
 
 
-@pytest.mark.parametrize("qat", ["nvfp4-a4", *(pytest.param(qat, marks=pytest.mark.slow) for qat in ("none", "int8"))])
+@pytest.mark.parametrize(
+    "qat", ["nvfp4-a4", *(pytest.param(qat, marks=[pytest.mark.slow, pytest.mark.long]) for qat in ("none", "int8"))]
+)
 def test_a_server_is_sent_what_the_loss_multiplies_by_and_asked_for_whole_groups(qat, tmp_path, monkeypatch):
     from trl.generation import vllm_generation
 

@@ -133,7 +133,9 @@ def saved(python: str, work: Path, method: str, processes: int) -> None:
     (actor.parents[1] / "latest_checkpointed_iteration.txt").write_text("4")
 
 
-@pytest.mark.parametrize(("kind", "processes"), [("fsdp", 1), ("fsdp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("kind", "processes"), [*(pytest.param("fsdp", n, marks=pytest.mark.long) for n in (1, 2)), ("fsdp2", 2)]
+)
 def test_verl_sends_vllm_what_peft_merges(kind, processes, python, tmp_path):
     (tmp_path / "merged.py").write_text(MERGED)
     run = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
@@ -142,7 +144,10 @@ def test_verl_sends_vllm_what_peft_merges(kind, processes, python, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-@pytest.mark.parametrize(("method", "processes"), [("full", 1), ("full", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("method", "processes"),
+    [pytest.param("full", 1, marks=pytest.mark.long), ("full", 2), pytest.param("fsdp2", 2, marks=pytest.mark.long)],
+)
 def test_verls_merger_makes_a_checkpoint_of_verls_shards(method, processes, python, tmp_path):
     (work := tmp_path / "work").mkdir()
     saved(python, work, method, processes)
@@ -155,7 +160,7 @@ def test_verls_merger_makes_a_checkpoint_of_verls_shards(method, processes, pyth
         assert (made.out / file).read_bytes() == (tiny.PATH / file).read_bytes()
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_verls_merger_makes_an_adapter_that_merges_into_the_base(processes, python, tmp_path):
     (work := tmp_path / "work").mkdir()
     saved(python, work, "lora", processes)
@@ -220,7 +225,7 @@ def of_ray(mark: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("how", ["ends", "fails", "hangs"])
+@pytest.mark.parametrize("how", [*(pytest.param(how, marks=pytest.mark.long) for how in ("ends", "fails")), "hangs"])
 def test_rays_own_processes_end_with_the_trainer(how, python, tmp_path, monkeypatch):
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "of_ray.py").write_text(RAY)
@@ -321,7 +326,9 @@ def stop(started: list[subprocess.Popen], how: signal.Signals) -> None:
                 step.send_signal(how)
 
 
-@pytest.mark.parametrize("how", ["ends", "fails", "alone", "killed"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.long) for how in ("ends", "alone")), "fails", "killed"]
+)
 def test_two_nodes_of_ray_hold_verls_resources_and_end_with_the_training(how, python, tmp_path, monkeypatch):
     (tmp_path / "node.py").write_text(NODE)
     (tmp_path / "of_nodes.py").write_text(OF_NODES)
