@@ -349,3 +349,14 @@ def test_impossible_settings_get_a_sentence(place, options, reason):
     result = CliRunner().invoke(make.main, ["--out", "model", "--device", "cpu", *options.split()])
     assert (result.exit_code, reason in result.output) == (2, True)
     assert not (place / "model").exists()
+
+
+def test_the_loss_is_the_mean_over_all_predicted_tokens_whatever_the_parts():
+    model, _ = hf.load(tiny.PATH, "cpu", torch.float32)
+    texts = [torch.tensor(list(range(5, 5 + length))) for length in (9, 4, 12)]
+    with torch.autocast("cpu", torch.bfloat16):
+        sums = [len(text) - 1 for text in texts]
+        losses = [model(text[None], labels=text[None]).loss.item() for text in texts]
+    expected = sum(n * loss for n, loss in zip(sums, losses, strict=True)) / sum(sums)
+    for size in (1, 2, 3):
+        assert train._backward(model, texts, size, pad=0).item() == pytest.approx(expected, rel=1e-2)

@@ -47,6 +47,7 @@ def test_a_step_asks_for_its_own_resources():
     script = Slurm().script(job(SLURM, model="a b", data="$(id)"))
     asked = {"partition": "gpu", "account": "lab", "gres": "gpu:h100:2", "cpus-per-task": "8", "mem": "16G"}
     assert asked.items() <= flags(script).items()
+    assert flags(script)["open-mode"] == "append"  # a job that is requeued keeps its first try's log
     assert flags(script)["constraint"] == "a&b" and flags(script)["time"] == "1:00:00" and "requeue" in flags(script)
     assert "module load cuda" in script.splitlines()
     (last,) = (line for line in script.splitlines() if line.startswith("exec "))
@@ -430,6 +431,9 @@ def test_accounting_is_asked_for_what_the_controller_has_forgotten(tmp_path, mon
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert Slurm().state("12") == driver.State("CANCELLED", "n7", "0:15")
+    requeued = "#!/bin/sh\necho 'NODE_FAIL|0:0|n7'\necho 'COMPLETED|0:0|n8'\n"  # a row for each try
+    (tmp_path / "sacct").write_text(requeued)
+    assert Slurm().state("12") == driver.State("COMPLETED", "n8", "0:0")
     (tmp_path / "sacct").write_text("#!/bin/sh\necho 'Slurm accounting storage is disabled' >&2\nexit 1\n")
     assert Slurm().state("12").word == driver.VANISHED
     (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'Unable to contact slurm controller' >&2\nexit 1\n")

@@ -330,3 +330,21 @@ def test_seeds_that_differ_or_know_nothing_are_no_one_run():
     assert seeds.repeated(compare.from_questions(changed).answered) == []
     alike = changed.assign(correct=(changed["variant"] == "base").astype(int))  # all wrong, as after a collapse
     assert seeds.repeated(compare.from_questions(alike).answered) == []
+
+
+def test_a_run_without_a_base_of_its_own_is_compared_with_the_first_seeds():
+    question = np.arange(40)
+    right_of_base = {"0": question % 2 == 0, "1": question % 4 == 0}
+    parts = [
+        pd.DataFrame({"variant": "base", "scheme": "full", "question": question, "seed": seed, "correct": right})
+        for seed, right in right_of_base.items()
+    ]
+    parts += [
+        pd.DataFrame(
+            {"variant": "grpo", "scheme": "full", "question": question, "seed": seed, "correct": question != 1}
+        )
+        for seed in ("0", "1", "2")
+    ]
+    gains = [39 / 40 - right_of_base[seed].mean() for seed in ("0", "1", "0")]  # the third run has the first's base
+    found = compare.from_questions(pd.concat(parts, ignore_index=True))
+    assert found.row("full").delta.estimate == pytest.approx(np.mean(gains))

@@ -8,7 +8,7 @@ import pytest
 
 from qrl import cli, compare
 from qrl.compare import ranking
-from qrl.compare.missing import fill
+from qrl.compare.missing import MISSING_ANSWERS, fill
 from qrl.errors import BadInput
 
 CELLS = [("base", "full"), ("grpo", "full"), ("base", "nf4"), ("grpo", "nf4")]
@@ -131,3 +131,11 @@ def test_the_command_and_the_ranking_say_how_many(tmp_path, capsys):
 def test_a_table_that_cannot_be_read_is_refused_as_before(change):
     with pytest.raises(BadInput, match=r"lacks|empty"):
         compare.from_questions(answers().drop(**change), missing="wrong")
+
+
+def test_a_question_that_the_base_was_never_asked_has_as_many_wrong_samples_as_others():
+    frame = pd.concat([answers()] * 2, ignore_index=True)
+    frame["seed"] = np.where(frame["variant"] == "base", "0", "1")
+    of_base = (frame["variant"] == "base") & (frame["scheme"] == "full")
+    filled = fill(frame[~(of_base & (frame["question"] < 3))], "wrong")
+    assert filled.attrs[MISSING_ANSWERS] == {("base", "full"): 3 * 2}

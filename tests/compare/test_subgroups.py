@@ -8,6 +8,7 @@ import pytest
 import scipy.stats
 
 from qrl import compare
+from qrl.compare import subgroups
 
 RATES = {("base", "full"): 0.4, ("grpo", "full"): 0.8, ("base", "nf4"): 0.4, ("grpo", "nf4"): 0.7}
 
@@ -93,3 +94,10 @@ def test_a_kind_of_very_many_groups_shows_the_largest():
     found = compare.from_questions(frame)
     assert len(found.subgroups["subject"]) == 80
     assert "The 60 largest of 80 groups by subject are shown" in found.markdown()
+
+
+def test_the_largest_groups_are_shown_if_there_are_many(monkeypatch):
+    monkeypatch.setattr(subgroups, "MOST", 1)
+    text = block(compare.from_questions(rows()).markdown(), "subject")
+    assert "| algebra | 200 |" in text and "| geometry" not in text
+    assert "The 1 largest of 2 groups by subject are shown." in text

@@ -401,3 +401,12 @@ def test_flips_of_packed_codes_are_those_of_the_codes_themselves(bits):
     packed = [decode.Stored(codes.float(), helpers.pack_to_int32(codes, bits)) for codes in (before, after)]
     assert schemes._flips(*packed) == int((before != after).sum()) > 0
     assert schemes._flips(packed[0], packed[0]) == 0
+
+
+def test_the_error_of_a_rank_is_the_jackknifes(monkeypatch):
+    sums = torch.randn(2, rank.VECTORS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    monkeypatch.setattr(rank, "_quadrature", lambda *_: sums)
+    monkeypatch.setattr(rank, "_from_sums", lambda of_all: of_all[0].item())  # a mean, whose error is known
+    estimate, stderr = rank.effective(torch.ones(4, 9), exact=0)
+    assert estimate == pytest.approx(sums[0].mean().item())
+    assert stderr == pytest.approx(sums[0].std().item() / rank.VECTORS**0.5)

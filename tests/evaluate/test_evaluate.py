@@ -312,3 +312,9 @@ def test_a_prompt_that_fills_the_model_is_refused_and_one_with_a_token_less_is_n
     cells.check_lengths(tiny.PATH, questions, [[0] * (positions - 1)])
     with pytest.raises(BadInput, match=f"is a prompt of {positions:,} tokens"):
         cells.check_lengths(tiny.PATH, questions, [[0] * positions])
+
+
+def test_a_solution_that_a_model_rules_out_has_a_large_perplexity_and_no_overflow():
+    rows = pd.DataFrame({names.REFERENCE_LOGPROB: [-2000.0, -1000.0]})
+    found = scores._references(rows)
+    assert found == {names.REFERENCE_LIKELIHOOD: -1500.0, names.REFERENCE_PERPLEXITY: math.exp(700)}

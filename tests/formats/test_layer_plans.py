@@ -1,5 +1,7 @@
 """Which linears a plan stores in few bits: its spelling, what it matches in a model, and what is refused."""
 
+import re
+
 import pytest
 
 from qrl import recipe
@@ -146,6 +148,12 @@ def test_a_recipe_holds_a_plan_as_a_text_a_list_or_a_mapping(tmp_path):
     assert typed.quantize.layers == ("-first:1", "-last:1")
     with pytest.raises(BadInput, match=r"'quantize\.layers' is 'mlp=int5', but .*int8, int4"):
         recipe.load("tiny", {"quantize.layers": "mlp=int5"})
+
+
+def test_a_long_plan_is_named_by_its_digest():
+    short, long = (tuple(f"layer{i}" for i in range(count)) for count in (2, 12))
+    assert spelling.slug(short) == "layer0.layer1"
+    assert re.fullmatch("layers-[0-9a-f]{8}", spelling.slug(long))
 
 
 def test_variants_of_other_plans_have_other_names():

@@ -232,3 +232,11 @@ def test_an_error_is_relative_to_what_the_original_computes():
     original = error.Outputs([torch.full((2, 3), 2.0)], torch.full((1, 4), 4.0))
     quantized = error.Outputs([torch.full((2, 3), 3.0)], torch.full((1, 4), 3.0))
     assert error.between(original, quantized) == error.Errors((0.25,), 0.0625)
+
+
+def test_errors_of_logits_are_those_of_each_texts_last_tokens(tiny_checkpoint):
+    model, _ = hf.load(tiny_checkpoint, "cpu", torch.float32)
+    row = list(range(5, 5 + 2 * error.LAST_TOKENS))
+    with torch.inference_mode():
+        expected = model(torch.tensor([row])).logits[0]
+    assert torch.equal(error.outputs(model, [row]).logits, expected[-error.LAST_TOKENS :])

@@ -82,3 +82,11 @@ def test_a_staged_model_with_another_head_or_weight_is_refused(untied, tmp_path)
         model.model.layers[3].mlp.up_proj.weight[0, 0] += 1
     with pytest.raises(QrlError, match=r"loads model\.layers\.3\.mlp\.up_proj\.weight"):
         staging.verify(model, loading, untied)
+
+
+def test_a_head_of_no_numbers_is_another_head(untied, tmp_path):
+    out = shutil.copytree(untied, tmp_path / "out")
+    tensors = odd.weights(untied)
+    tensors[odd.HEAD][9, 0] = float("nan")
+    odd.write(out, tensors)
+    assert verify.other_row(untied, out) == 9

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import time
 from datetime import datetime
+from types import SimpleNamespace
 
 import mlflow
 import pytest
@@ -487,3 +488,9 @@ def test_a_user_who_may_only_read_sees_what_was_decided(version, monkeypatch):
     assert registry.resolve(NAME, "awq").version == 1 and pointers() == {"awq": 2}
     with pytest.raises(BadInput, match="denies this user"):
         registry.promote(NAME, "awq", 2, record=WHY)
+
+
+def test_a_decision_is_not_dated_before_the_one_that_it_follows():
+    ahead = history.Record("promote", time="2999-01-01T00:00:00+00:00")  # the clock was set back since
+    before = SimpleNamespace(records=[ahead], chain="")
+    assert history._complete(before, 2, {"action": "promote"}).time == ahead.time

@@ -134,3 +134,14 @@ def test_few_changes_in_clusters_are_counted_by_question():
     assert clustered.few
     assert clustered.low <= plain.low and clustered.high >= plain.high - 1e-12
     assert clustered.high - clustered.low < 2 * (plain.high - plain.low)
+
+
+def test_the_correlation_within_groups_is_that_of_an_analysis_of_variance():
+    sizes = [3, 5, 7, 9]
+    draw = np.random.default_rng(0)
+    parts = [draw.normal(loc, 1, size) for loc, size in zip([0, 2, 1, 3], sizes, strict=True)]
+    ratio = scipy.stats.f_oneway(*parts).statistic
+    n = sum(sizes)
+    average_size = (n - sum(size**2 for size in sizes) / n) / (len(sizes) - 1)
+    expected = (ratio - 1) / (ratio - 1 + average_size)
+    assert of_sizes(sizes)._correlation(np.concatenate(parts)) == pytest.approx(expected)

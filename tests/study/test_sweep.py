@@ -326,3 +326,12 @@ def test_methods_that_store_other_linears_in_one_scheme_are_refused_before_they_
             sweep._check_layers([first, *others])
     with pytest.raises(BadInput, match="one scheme rtn-int4"):
         sweep._check_layers([method("none", "", "rtn-int4"), method("int4", "mlp")])
+
+
+def test_the_steps_of_a_seed_are_counted():
+    first = recipe.load("tiny", {"quantize.schemes": "nf4,gptq"})
+    assert sweep._steps_per_seed([first]) == 3  # train, quantize in one environment, evaluate
+    two_environments = recipe.load("tiny", {"quantize.schemes": "nf4,awq"})
+    assert sweep._steps_per_seed([two_environments]) == 4
+    lora = recipe.load("tiny-lora", {"quantize.schemes": "nf4,gptq"})
+    assert sweep._steps_per_seed([first, lora]) == 5

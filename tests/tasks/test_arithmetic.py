@@ -89,3 +89,13 @@ def test_it_is_fast():
     started = time.process_time()
     load("arithmetic", "train", 5000, 11)
     assert 5000 / (time.process_time() - started) > 5000  # per second; about 30,000 on one idle core
+
+
+def test_a_share_may_have_any_divisor_of_one_digit():
+    class Last:
+        """Draws the last of each list."""
+
+        def random(self) -> float:
+            return 0.999
+
+    assert arithmetic._operand("share", 9, Last()) == ("share", 9)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import qrl
 from qrl import tasks
 from qrl.errors import BadInput
-from qrl.tasks.number import numbers, text, tidy
+from qrl.tasks.number import LONGEST, numbers, text, tidy
 from qrl.tasks.numeric import flexible, grade, strict
 
 CASES = json.loads((Path(qrl.__file__).parents[1] / "tests" / "cases" / "grade.json").read_text(encoding="utf-8"))
@@ -142,3 +142,8 @@ def test_every_real_gold_answer_is_right_and_every_perturbed_one_wrong():
             for written in (text(other), f"${text(other)}"):
                 verdict = grade(f"{reasoning}#### {written}", gold.strip())
                 assert verdict.parsed == text(other) and not (verdict.strict or verdict.flexible), (gold, written)
+
+
+def test_a_number_of_the_longest_length_counts_and_a_longer_one_does_not():
+    assert numbers("9" * LONGEST) == [int("9" * LONGEST)]
+    assert numbers("9" * (LONGEST + 1)) == [None]

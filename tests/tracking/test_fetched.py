@@ -74,6 +74,18 @@ def test_the_least_recently_used_are_deleted_but_none_that_a_process_uses(remote
     assert held.is_dir() and not Path(done.stdout.strip()).exists()
 
 
+def test_a_model_that_was_used_again_outlives_one_that_was_fetched_later(remote, monkeypatch):
+    monkeypatch.setattr(fetched, "MAX_KEPT", 2)
+    first, second = remote("first"), remote("second")
+    used_again, used_once = fetched.get(first), fetched.get(second)
+    for folder, seconds in ((used_again, 1000), (used_once, 2000)):
+        os.utime(folder.parent, (seconds, seconds))
+    fetched.get(first)
+    fetched.release(besides=Path())
+    fetched.get(remote("third"))
+    assert used_again.is_dir() and not used_once.exists()
+
+
 def test_a_kill_during_a_deletion_leaves_nothing_that_looks_like_a_model(remote, monkeypatch):
     place = fetched.get(remote("a")).parent
     fetched.release(besides=Path())

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -17,7 +18,7 @@ import torch
 
 from qrl import recipe, tasks, tiny
 from qrl.recipe import Train
-from qrl.train import Job, grpo
+from qrl.train import Job, grpo, loop
 from tests.train import pair
 
 pytestmark = pytest.mark.process
@@ -127,6 +128,13 @@ def test_a_training_killed_at_a_random_moment_ends_with_the_same_weights_bit_for
     assert prompts(tmp_path / "killed" / "work") == prompts(tmp_path / "work"), where
     for file in (file for file in whole.path.iterdir() if file.suffix == ".safetensors"):
         assert (tmp_path / "killed" / "model" / file.name).read_bytes() == file.read_bytes(), where
+
+
+def test_a_training_that_resumes_after_its_last_step_is_ended_and_no_other():
+    ending = loop._no_further_step()
+    ending.on_train_begin(None, SimpleNamespace(global_step=1, max_steps=2), None)
+    with pytest.raises(loop._AllSteps):
+        ending.on_train_begin(None, SimpleNamespace(global_step=2, max_steps=2), None)
 
 
 @pytest.mark.slow

@@ -43,6 +43,13 @@ def test_each_step_reads_the_solutions_of_the_questions_that_grpo_would_ask(tmp_
         assert len(expected) == FAST.prompts_per_step and read == expected
 
 
+def test_no_token_of_a_prompt_is_in_the_loss():
+    tokens = hf.tokenizer(tiny.PATH)
+    text = sft._tokenized(tokens, QUESTIONS[0], "plain")
+    count = len(prompt.render(tokens, QUESTIONS[0].question, "plain"))
+    assert text["labels"] == [-100] * count + text["input_ids"][count:]
+
+
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_loss_is_the_mean_over_the_solutions_tokens_and_a_killed_training_goes_on_bit_for_bit(tmp_path):
