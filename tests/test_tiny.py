@@ -270,7 +270,7 @@ def test_texts_computed_in_parts_give_the_same_update_up_to_rounding(place, toke
     assert all(before[0] >= after[-1] for step in steps for before, after in pairwise(step))
 
 
-@pytest.mark.parametrize("room", [2, 1])
+@pytest.mark.parametrize("room", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_memory_that_runs_out_halves_the_texts_once(place, monkeypatch, capsys, room):
     tried, real = [], train.train
 

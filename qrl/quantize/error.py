@@ -5,6 +5,7 @@ SpinQuant's rotation of hidden states is undone first; logits are not rotated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,21 +41,9 @@ class Errors:
 
 def measure(source: Path, quantized: Path, rows: Sequence[Sequence[int]], device: str) -> Errors:
     """Return `between` of two checkpoint folders in transformers' engine, loaded one after the other."""
-    import torch
-
-    from qrl.engine import device as devices
-    from qrl.engine import hf
-
-    def outputs_of(folder: Path) -> Outputs:
-        model, _ = hf.load(folder, device, devices.compute_dtype("auto", device))
-        computed = outputs(model, rows)
-        del model  # before the next one is loaded
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        return computed
-
-    original_outputs = outputs_of(source)
-    quantized_outputs = outputs_of(quantized)
+    texts = tuple(tuple(row) for row in rows[:ROWS])
+    original_outputs = _of_original(source, _state(source), texts, device)
+    quantized_outputs = _of_folder(quantized, texts, device)
     layers = quantized_outputs.layers
     quantization = checkpoint.config(quantized).get("quantization_config") or {}
     stream = rotation.of(quantization).get(rotation.STREAM)
@@ -63,6 +52,31 @@ def measure(source: Path, quantized: Path, rows: Sequence[Sequence[int]], device
         # SpinQuant has moved the last norm's weight into the head.
         layers[-1] *= dict(checkpoint.tensors(source, [LAST_NORM]))[LAST_NORM].float()
     return between(original_outputs, Outputs(layers, quantized_outputs.logits))
+
+
+@functools.lru_cache(maxsize=2)  # a step quantizes the base and a trained variant under one scheme after another
+def _of_original(source: Path, _state: object, rows: tuple[tuple[int, ...], ...], device: str) -> Outputs:
+    return _of_folder(source, rows, device)
+
+
+def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return each file's name, size and time, so that a folder that changed is computed again."""
+    facts = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
+    return tuple((name, fact.st_size, fact.st_mtime_ns) for name, fact in facts)
+
+
+def _of_folder(folder: Path, rows: Sequence[Sequence[int]], device: str) -> Outputs:
+    import torch
+
+    from qrl.engine import device as devices
+    from qrl.engine import hf
+
+    model, _ = hf.load(folder, device, devices.compute_dtype("auto", device))
+    computed = outputs(model, rows)
+    del model  # before the next one is loaded
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return computed
 
 
 def outputs(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> Outputs:

@@ -65,6 +65,7 @@ def test_where_the_scales_disagree_no_sentence_names_one_alone():
     assert rows[0].endswith("| reference | reference |") and all(row.count(" % [") == 1 for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_equal_losses_are_not_told_apart_more_often_than_the_level_says():
     equal = {("base", "full"): 0.5, ("base", "nf4"): 0.45, ("grpo", "full"): 0.8, ("grpo", "nf4"): 0.75}

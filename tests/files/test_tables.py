@@ -42,6 +42,7 @@ def verdicts(comparison: compare.Comparison) -> dict:
     return {scheme: entry["delta"] for scheme, entry in comparison.table_json().items()}
 
 
+@pytest.mark.slow
 def test_every_format_gives_the_same_comparison(tmp_path):
     table, expected = frame(), compare.from_questions(frame()).table_json()
     table.to_parquet(tmp_path / "q.parquet")

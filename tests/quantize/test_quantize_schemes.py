@@ -64,6 +64,7 @@ def made(tiny_checkpoint, tmp_path_factory):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_bits_are_counted_from_what_is_stored(made, scheme):
     result = made[scheme]
@@ -74,6 +75,7 @@ def test_bits_are_counted_from_what_is_stored(made, scheme):
     assert (result.calibration_digest is not None) == (scheme in settings.CALIBRATED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_engine_runs_it_and_stays_near_the_original(made, tiny_checkpoint, scheme):
     model, _ = hf.load(made[scheme].path, "cpu", torch.float32)
@@ -90,6 +92,7 @@ def test_the_engine_runs_it_and_stays_near_the_original(made, tiny_checkpoint, s
     assert again == error.Errors((0.0, 0.0), 0.0)
 
 
+@pytest.mark.slow
 def test_eight_bits_move_the_model_less_than_four(made):
     uncalibrated = {scheme: bits for scheme, bits in BITS.items() if scheme not in settings.CALIBRATED}
     errors = {scheme: made[scheme].layer_errors[-1] for scheme in uncalibrated}
@@ -99,6 +102,7 @@ def test_eight_bits_move_the_model_less_than_four(made):
     assert max(eight) < min(four)
 
 
+@pytest.mark.slow
 def test_rounded_activations_are_rounded_and_reported_as_simulated(made, tiny_checkpoint):
     reports = {scheme: hf.describe_departure(made[scheme].path, "cpu") for scheme in SCHEMES}
     rounded = {"fp8", "w8a8", "nvfp4", "mxfp8", "fp8-block", "w4afp8", "fp8-static", "w8a8-static"}
@@ -118,6 +122,7 @@ def test_rounded_activations_are_rounded_and_reported_as_simulated(made, tiny_ch
         assert least < moved < most
 
 
+@pytest.mark.slow
 def test_nvfp4_has_the_weights_of_nvfp4a16_and_activation_ranges(made):
     with_ranges, without = (dict(checkpoint.tensors(made[scheme].path)) for scheme in ("nvfp4", "nvfp4a16"))
     assert {name.rpartition(".")[2] for name in set(with_ranges) - set(without)} == {"input_global_scale"}
@@ -231,6 +236,7 @@ def test_rounding_to_nearest_keeps_what_it_does_not_quantize_in_the_base_s_dtype
     assert json.loads((result.path / "config.json").read_text())["dtype"] == dtype
 
 
+@pytest.mark.slow
 def test_autoround_stays_nearer_than_rounding_to_nearest(made, tiny_checkpoint, tmp_path):
     nearest = quantize.run("rtn-int4", tiny_checkpoint, tmp_path / "out", probe=TEXTS)
     assert made["autoround"].layer_errors[-1] < nearest.layer_errors[-1]  # on the texts that it was fitted to
@@ -487,6 +493,7 @@ def test_matrices_that_would_silently_stay_in_full_precision_are_refused_by_ever
     quantize.check_fit(tmp_path, chosen("nf4"))  # bitsandbytes quantizes GPT-2's
 
 
+@pytest.mark.slow
 def test_the_kind_of_codes_in_a_config_is_one_that_the_scheme_may_hold(made):
     for scheme, result in made.items():
         kinds = kind.of(checkpoint.config(result.path)["quantization_config"])

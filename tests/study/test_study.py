@@ -207,7 +207,6 @@ def test_quantized_models_carry_size_bits_and_time(client):
         assert run.outputs.model_outputs
 
 
-@pytest.mark.slow
 def test_awq_alone_is_handed_to_its_own_environment_under_the_run_that_was_opened(studied, client):
     done = mlflow_run(studied, entry_point="quantize", scheme="awq", **{"quantize.calibration_samples": "4"})
     assert done.returncode == 0, done.stderr[-3000:]

@@ -131,6 +131,7 @@ def test_supervised_fine_tuning_and_base_are_quantized_as_grpo_is(steps, large):
     ]
 
 
+@pytest.mark.slow
 def test_every_method_runs_on_every_model_and_the_losses_stand_by_size(steps, large, capsys):
     made, _ = steps
     run(large, register=True)

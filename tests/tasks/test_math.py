@@ -294,6 +294,7 @@ def test_every_way_to_write_an_integer_is_the_same_number(number):
         assert tasks.grade("math", boxed(written), str(number)).strict
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_workers_end_with_their_process():
     code = (

@@ -138,6 +138,7 @@ signals.end_now(15)
 """
 
 
+@pytest.mark.slow
 def test_a_command_that_handed_its_run_over_ends_it_where_it_stands(store):
     opened = mlflow.MlflowClient().create_run("0").info.run_id  # as `mlflow run` does
     how = {"env": environment(store, MLFLOW_RUN_ID=opened), "capture_output": True, "text": True}
@@ -167,6 +168,7 @@ def test_a_launched_step_ends_where_it_stands_and_leaves_its_runs_to_its_launche
     assert ended == [("KILLED", "Stopped by SIGTERM.")] * 2
 
 
+@pytest.mark.slow
 def test_a_signal_in_code_that_cannot_raise_ends_in_a_sentence(store):
     how = {"env": environment(store), "capture_output": True, "text": True, "timeout": 300}
     done = subprocess.run([sys.executable, "-c", UNRAISABLE], check=False, **how)

@@ -98,6 +98,7 @@ def losses(folder, base, **changes):
     return distill.run(replace(started, teacher=tiny.PATH)).history["loss"].tolist()
 
 
+@pytest.mark.slow
 def test_a_server_gives_the_loss_of_a_teacher_in_process(served, tmp_path, away):
     inside = losses(tmp_path / "inside", away, teacher_placement="process")
     assert losses(tmp_path / "served", away, teacher_server=served) == pytest.approx(inside, rel=1e-4)

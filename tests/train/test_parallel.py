@@ -130,6 +130,7 @@ def test_a_failure_of_the_first_is_its_own_and_the_others_end_with_it(monkeypatc
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); {}; time.sleep(600)"
 
 
+@pytest.mark.slow
 def test_the_others_are_not_waited_for_once_the_first_has_its_result(monkeypatch):
     """With vLLM, each waits at its exit for the first one; nothing of Python's can interrupt it there."""
     monkeypatch.setattr(parallel, "_start", child(DEAF.format("pass")))

@@ -109,6 +109,7 @@ def _attached(model):
     return {path: module for path, module in model.named_modules() if isinstance(module, linear.QATLinear)}
 
 
+@pytest.mark.slow
 def test_a_training_of_inner_mlps_ends_in_a_file_that_computes_as_it_did(tmp_path):
     """GRPO on the shipped model of four blocks: its ends in full precision, the MLP between them in NVFP4."""
     terms = ("mlp", "-first:1", "-last:1")

@@ -111,6 +111,7 @@ def test_the_right_completions_alone_are_trained_on_and_a_killed_training_goes_o
     assert checkpoint.digest(again.path) == checkpoint.digest(whole.path) != checkpoint.digest(tiny.PATH)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_cut_completion_is_not_kept_where_the_loss_masks_it_nor_one_below_the_least_reward(tmp_path):
     settings = FAST.model_copy(update={"steps": 1, "rewards": ("correct", "format"), "mask_truncated": True})
@@ -146,6 +147,7 @@ def test_groups_that_are_all_right_have_a_gradient_and_raise_no_alarm():
     assert not [alarm for step in range(1, 6) for alarm in watchers.see(row | {"step": step})]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_several_passes_over_a_round_and_an_adapter_train_too(tmp_path):
     more = {"steps": 2, "num_iterations": 2, "save_every": 2, "method": "lora", "learning_rate": 1e-3}

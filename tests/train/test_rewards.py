@@ -135,6 +135,7 @@ def test_settings_without_effect_and_names_that_cannot_be_told_apart_are_refused
             Train(rewards=(name,))
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_every_reward_is_weighted_summed_and_logged_by_its_name(own, tmp_path):
     rewards = ("correct", "format", "flexible", "leak", "soft_overlong", f"{own}short")

@@ -124,6 +124,7 @@ def resampled(tmp_path_factory):
     return folder, grpo.run(job(folder, RESAMPLED))
 
 
+@pytest.mark.slow
 def test_flat_groups_are_replaced_by_other_questions_with_their_own_answers(resampled):
     folder, done = resampled
     history = done.history
@@ -149,6 +150,7 @@ def text(value) -> str:
     return value[-1]["content"]
 
 
+@pytest.mark.slow
 def test_a_resumed_training_samples_the_same_groups_again(resampled, tmp_path):
     folder, done = resampled
     shutil.copytree(folder / "work", tmp_path / "work")

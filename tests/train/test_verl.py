@@ -442,6 +442,7 @@ def interrupted(tmp_path: Path, monkeypatch, trainer: str) -> Path:
     return tmp_path / "work"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_resumed_training_shows_its_progress_and_where_verl_writes(merger, tmp_path, monkeypatch, capsys):
     work = interrupted(tmp_path, monkeypatch, TRAINER)

@@ -169,6 +169,7 @@ def job(folder, settings, **changes):
     return Job(settings=settings, device="cpu", work=folder / "work", out=folder / "model", **data | changes)
 
 
+@pytest.mark.slow
 def test_a_training_that_learns_nothing_is_warned_of_and_stopped_with_the_weights_of_that_step(tmp_path):
     warnings, logged = [], []
     watched = {"watch": Watch(window=2, stop=("signal",), probe_every=1, probe_n=8), "probe_questions": QUESTIONS[16:]}
