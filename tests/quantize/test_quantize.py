@@ -1,6 +1,8 @@
 """NF4 quantization and AutoAWQ's staging; AutoAWQ itself runs in its own environment, in the study's test."""
 
 import json
+import os
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -240,3 +242,16 @@ def test_errors_of_logits_are_those_of_each_texts_last_tokens(tiny_checkpoint):
     with torch.inference_mode():
         expected = model(torch.tensor([row])).logits[0]
     assert torch.equal(error.outputs(model, [row]).logits, expected[-error.LAST_TOKENS :])
+
+
+def test_the_original_is_computed_once_for_all_schemes_and_again_after_a_change(tiny_checkpoint, tmp_path, monkeypatch):
+    source = shutil.copytree(tiny_checkpoint, tmp_path / "source")
+    loaded = []
+    compute = error._of_folder
+    monkeypatch.setattr(error, "_of_folder", lambda folder, *rest: (loaded.append(folder), compute(folder, *rest))[1])
+    for _ in range(2):
+        assert error.measure(source, tiny_checkpoint, [[5, 6, 7]], "cpu").logits == 0
+    assert loaded == [source, tiny_checkpoint, tiny_checkpoint]
+    os.utime(source / "config.json", (1, 1))
+    error.measure(source, tiny_checkpoint, [[5, 6, 7]], "cpu")
+    assert loaded[3:] == [source, tiny_checkpoint]
