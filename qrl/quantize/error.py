@@ -42,7 +42,7 @@ class Errors:
 def measure(source: Path, quantized: Path, rows: Sequence[Sequence[int]], device: str) -> Errors:
     """Return `between` of two checkpoint folders in transformers' engine, loaded one after the other."""
     texts = tuple(tuple(row) for row in rows[:ROWS])
-    original_outputs = _of_original(source, _state(source), texts, device)
+    original_outputs = _of_original(source, tuple(checkpoint.state(source)), texts, device)
     quantized_outputs = _of_folder(quantized, texts, device)
     layers = quantized_outputs.layers
     quantization = checkpoint.config(quantized).get("quantization_config") or {}
@@ -55,14 +55,9 @@ def measure(source: Path, quantized: Path, rows: Sequence[Sequence[int]], device
 
 
 @functools.lru_cache(maxsize=2)  # a step quantizes the base and a trained variant under one scheme after another
-def _of_original(source: Path, _state: object, rows: tuple[tuple[int, ...], ...], device: str) -> Outputs:
+def _of_original(source: Path, _state: tuple, rows: tuple[tuple[int, ...], ...], device: str) -> Outputs:
+    """Return the outputs of a folder in this state, computed once for all schemes."""
     return _of_folder(source, rows, device)
-
-
-def _state(folder: Path) -> tuple[tuple[str, int, int], ...]:
-    """Return each file's name, size and time, so that a folder that changed is computed again."""
-    facts = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
-    return tuple((name, fact.st_size, fact.st_mtime_ns) for name, fact in facts)
 
 
 def _of_folder(folder: Path, rows: Sequence[Sequence[int]], device: str) -> Outputs:

@@ -5,7 +5,8 @@ at all rules at once, so that a user corrects a recipe in one go. `markdown` pri
 README.
 
 Only the recipe counts here. What depends on the machine, the model or the data is checked by the trainer
-(`qrl.train.trainers`). What one field alone may hold is checked by its type, as the recipe is read.
+(`qrl.train.machine`, `qrl.train.trainers`). What one field alone may hold is checked by its type, as the recipe is
+read.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -52,8 +52,9 @@ def measure() -> dict[str, float]:
         variables = kept | {"HOME": str(home), "MLFLOW_ENV_ROOT": str(home / "environments")}
         variables.pop("PYTHONDONTWRITEBYTECODE", None)
         first_s, printed = seconds(STUDY, clone, variables)
-        pythons = sorted((home / "environments").glob("*/bin/python"))
-        loads = [seconds([str(pythons[0]), "-c", LOAD], clone, variables)[0] for _ in range(LOADS)]
+        (trl,) = (home / "environments").glob("*/lib/python*/site-packages/trl")  # in the core environment alone
+        python = str(trl.parents[3] / "bin" / "python")
+        loads = [seconds([python, "-c", LOAD], clone, variables)[0] for _ in range(LOADS)]
         again_s, printed_again = seconds(STUDY, clone, variables)
         return {
             "first_s": first_s,
