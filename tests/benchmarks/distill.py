@@ -4,9 +4,10 @@
     python tests/benchmarks/distill.py --out FOLDER --shape micro   # a small model, to check that it runs
 
 The arms train the same shape with the same batch, a process each, one after the other; `vllm-64` and `vllm-kept` have
-a larger micro-batch, and the latter no checkpointing; `vllm-compiled` is that with a compiled engine. A step samples
-64 × 8 completions of 256 tokens, scores them with a teacher of the same shape, and updates; with vLLM the weights are
-sent to the engine first. Weights are random, so completions have the largest length. Goal: a step at least four times
+a larger micro-batch, and the latter no checkpointing; `vllm-compiled` is that with a compiled engine, `vllm-liger` that
+with Liger's fused norms, rotations and MLPs in student and teacher (`pip install liger-kernel`). A step samples 64 × 8
+completions of 256 tokens, scores them with a teacher of the same shape, and updates; with vLLM the weights are sent to
+the engine first. Weights are random, so completions have the largest length. Goal: a step at least four times
 as fast with vLLM. FOLDER/distill.json holds the arms and the ratios of the first two; each arm's output is in
 FOLDER/ARM.log.
 """
@@ -33,6 +34,8 @@ ARMS: dict[str, tuple[dict, dict]] = {  # settings of rollouts and, where they d
     "vllm-64": (VLLM, {"micro_batch": 64}),
     "vllm-kept": (VLLM, KEPT),
     "vllm-compiled": (VLLM | {"compile": True}, KEPT),  # by torch.compile, in the engine alone
+    "vllm-liger": (VLLM, KEPT),
+    "vllm-liger-64": (VLLM, KEPT | {"micro_batch": 64}),
 }
 COMPARED = ("transformers", "vllm")  # the same batch
 LARGE = {"prompts_per_step": 64, "generations": 8, "micro_batch": 16, "max_completion_tokens": 256, "questions": 256}
@@ -51,6 +54,10 @@ def measure(arm: str, shape: str, steps: int, profile: Path | None = None) -> di
     from qrl.recipe import Rollout, Train
     from qrl.train import Job, distill
 
+    if "liger" in arm:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen2
+
+        apply_liger_kernel_to_qwen2(cross_entropy=False, fused_linear_cross_entropy=False)  # the loss reads logits
     sampling, changed = ARMS[arm]
     size = SMALL if shape == "micro" else LARGE | {"dtype": "bf16", "gradient_checkpointing": True} | changed
     base, taken, sampled = rollouts.checkpoint_of(shape), [], []
