@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from qrl import cluster
@@ -16,12 +17,14 @@ from qrl.study.build import MANAGERS, PLACE, is_ready
 from qrl.tracking import projects, warm
 from qrl.tracking.keys import ROOT
 
+_LONGEST_FOLDER = 70  # bytes: a socket's path has 107 at most
 _FEW_CORES = 4  # below these, imports take time from the steps that run meanwhile
 _LIGHT = (
     *("qrl.steps.promote", "mlflow.store.tracking.sqlalchemy_store", "mlflow.store.model_registry.sqlalchemy_store"),
     *("scipy.stats", "pyarrow.parquet", "qrl.figures.comparison"),
 )
 _HEAVY = (
+    "torchao.prototype.safetensors.safetensors_support",  # before transformers, which imports it where it is installed
     *("qrl.steps.train", "qrl.steps.quantize", "qrl.steps.evaluate", "qrl.steps.diagnose", "qrl.figures.weights"),
     *("transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto.modeling_auto"),
 )
@@ -68,21 +71,14 @@ class WarmProcesses(AbstractContextManager):
     def _start(self, place: str, python: Path, modules: tuple[str, ...]) -> None:
         if place in self._processes:
             return
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="qrl-warm-"))  # nobody else can read it
-        address = warm.socket_of(self._folder, place)
-        words = [python, "-m", "qrl", warm.COMMAND, address, str(os.getpid()), *modules]
         variables = os.environ | ({PLACE: place} if place else {})
         variables.pop("MLFLOW_RUN_ID", None)  # of the study
-        self._processes[place] = subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        os.environ[warm.FOLDER] = str(self._folder)  # for the steps that this process launches
+        with suppress(OSError):  # a full disk, or no further process: the steps run without
+            if self._folder is None:
+                self._folder = _make_folder()
+                os.environ[warm.FOLDER] = str(self._folder)  # for the steps that this process launches
+            address = warm.socket_of(self._folder, place)
+            self._processes[place] = start([python, "-m", "qrl"], address, modules, variables)
 
     def __exit__(self, *_error: object) -> None:
         for warm_process in self._processes.values():
@@ -90,9 +86,41 @@ class WarmProcesses(AbstractContextManager):
             warm_process.wait()
         self._processes.clear()
         if self._folder:
-            del os.environ[warm.FOLDER]
+            os.environ.pop(warm.FOLDER, None)
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+def _make_folder() -> Path:
+    """Make a folder that nobody else can read, with a path that leaves room for a socket's name."""
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > _LONGEST_FOLDER:
+        folder = "/tmp"
+    return Path(tempfile.mkdtemp(prefix="qrl-warm-", dir=folder))
+
+
+def start(
+    command: Sequence[str | Path], address: Path, modules: Sequence[str], variables: dict[str, str], owner: int = 0
+) -> subprocess.Popen:
+    """Start a warm process.
+
+    Args:
+        command: what runs `warm.serve` if `warm.COMMAND` follows.
+        address: of its socket, which is made here: what connects before the process is ready waits.
+        modules: to import first.
+        variables: its environment.
+        owner: pid of the process with which it ends; default: this one.
+    """
+    with warm.listen(address) as listener:  # closed here again: commands then see that the warm process has ended
+        number = listener.fileno()
+        return subprocess.Popen(
+            [*command, warm.COMMAND, address, str(number), str(owner or os.getpid()), *modules],
+            cwd=ROOT,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[number],
+        )
 
 
 def _python(folder: Path, manager: str) -> Path | None:

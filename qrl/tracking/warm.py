@@ -3,7 +3,7 @@
 A step needs 2 to 15 s to import torch, transformers, MLflow or vLLM. So a study starts a warm process in each
 environment that several of its steps run in, beside its own work:
 
-    study ──starts──► warm process: imports, then waits at a socket
+    study ──starts──► warm process: imports, then waits at a socket, which the study has made
     MLflow ─starts──► `python -m qrl evaluate …`, which finds the socket and hands its words, folder, environment and
                       standard streams over; the warm process forks, and the fork becomes that command
 
@@ -16,6 +16,7 @@ This file imports nothing heavy, nor do the modules that it needs.
 
 import gc
 import importlib
+import io
 import json
 import os
 import selectors
@@ -23,14 +24,16 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
 FOLDER = "QRL_WARM"  # environment variable of a study's steps: the folder with its warm processes' sockets
 OFF = "off"  # its value for a study that is to start none
-COMMAND = "--warm"  # `python -m qrl --warm SOCKET OWNER MODULE …` is a warm process
+COMMAND = "--warm"  # `python -m qrl --warm SOCKET NUMBER OWNER MODULE …` is a warm process; NUMBER: of its descriptor
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+_ASKS_CUDA = "torchao"  # asks the GPU for its capability, for kernels of other GPUs than those that qrl runs on
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _LENGTH = struct.Struct("!I")
 _FOLLOWED = b"+"  # a proxy says that it passes signals on
@@ -145,27 +148,31 @@ def _read(connection: socket.socket, size: int) -> bytes:
 # ---- the warm process ----
 
 
+def listen(address: Path) -> socket.socket:
+    """Return a new socket for a warm process, which gets it by inheritance: what connects before it is ready waits."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(address))
+    listener.listen()
+    return listener
+
+
 def serve(prepare: Callable[[], None]) -> None:
     """Import modules and fork for each command that comes; return in a fork, which is to run `sys.argv`.
 
     The process ends once its owner has, after the commands that still run.
 
     Args:
-        prepare: called before anything is imported.
+        prepare: called before anything is imported, while standard error is still the owner's: what is imported may
+            depend on whether that is a terminal.
     """
-    address, owner, *modules = sys.argv[2:]
-    server = _Server(Path(address), int(owner))
+    address, listener, owner, *modules = sys.argv[2:]
+    server = _Server(Path(address), socket.socket(fileno=int(listener)), int(owner))
     prepare()
-    _import(modules)
-    server.run()
-
-
-def _import(modules: Sequence[str]) -> None:
-    for module in modules:
-        with suppress(Exception):  # the command that needs it will say what is wrong
-            importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # what was imported is shared with forks for as long as nothing touches it
+    # torch then asks the driver's library whether there is a GPU. Once CUDA itself was asked, no fork can use it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    server.run(modules)
 
 
 def import_more(address: Path, modules: Sequence[str]) -> None:
@@ -179,44 +186,48 @@ def _sources() -> dict[str, tuple[int, int]]:
     """Return the size and time of each of our own sources: an edit during a study counts for its later steps."""
     found = {}
     for file in Path(__file__).parents[1].rglob("*.py"):
-        facts = file.stat()
-        found[str(file)] = (facts.st_size, facts.st_mtime_ns)
+        with suppress(OSError):  # an editor's lock, which is a link to nothing, or a file that has just gone
+            facts = file.stat()
+            found[str(file)] = (facts.st_size, facts.st_mtime_ns)
     return found
 
 
 class _Server:
     """A socket, and the forks that run commands."""
 
-    def __init__(self, address: Path, owner: int) -> None:
+    def __init__(self, address: Path, listener: socket.socket, owner: int) -> None:
         self._address = address
+        self._listener = listener
         self._sources = _sources()
         self._variables = {name: value for name, value in os.environ.items() if name not in _FREE_VARIABLES}
         self._selector = selectors.DefaultSelector()
         self._forks: dict[int, socket.socket] = {}  # pid → the connection to its proxy
+        self._can_fork = True
         self._is_ending = False
+        listener.set_inheritable(False)
         for signum in _SIGNALS:  # forks get them from their proxies
             signal.signal(signum, signal.SIG_IGN)
         try:
             owner_ended = os.pidfd_open(owner)
         except OSError:
+            self._remove_socket()
             sys.exit(0)
         self._selector.register(owner_ended, selectors.EVENT_READ, self._end)
-        self._listener = socket.socket(socket.AF_UNIX)
-        unready = address.with_suffix(".new")
-        self._listener.bind(str(unready))
-        self._listener.listen()
-        unready.rename(address)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def run(self) -> None:
-        """Serve; return in a fork."""
+    def run(self, modules: Sequence[str]) -> None:
+        """Import modules, then serve; return in a fork."""
+        self._import(modules)
         while self._forks or not self._is_ending:
             if any(key.data(key.fileobj) for key, _ in self._selector.select()):
                 return
+        self._remove_socket()
+        os._exit(0)
+
+    def _remove_socket(self) -> None:
         with suppress(OSError):  # the owner was killed, or it would have done this; another's socket may still be there
             self._address.unlink()
             self._address.parent.rmdir()
-        os._exit(0)
 
     def _end(self, owner_ended: int) -> None:
         """Take no further command, since the owner has ended."""
@@ -225,29 +236,29 @@ class _Server:
         self._selector.unregister(self._listener)
         self._listener.close()
 
+    def _import(self, modules: Sequence[str]) -> None:
+        for module in modules:
+            with suppress(Exception), _gpus_hidden_from(module):  # the command that needs it will say what is wrong
+                importlib.import_module(module)
+        gc.collect()
+        gc.freeze()  # what was imported is shared with forks for as long as nothing touches it
+        self._can_fork = self._can_fork and _forks_can_use_gpu()
+
     def _accept(self, listener: socket.socket) -> bool:
         """Take a message, and fork for it if it is a command; return True in the fork."""
         if self._is_ending:  # its end came in the same moment
             return False
         connection, _ = listener.accept()
         connection.settimeout(_ACCEPT_S)
-        streams: list[int] = []
+        message, streams = _take(connection)
         is_fork = False
-        try:
-            start, streams, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
-            start += _read(connection, _LENGTH.size - len(start))
-            message = json.loads(_read(connection, _LENGTH.unpack(start)[0]))
-        except OSError:
+        if "modules" in message:
             connection.close()
+            self._import(message["modules"])
+        elif message and self._can_fork and self._is_alike(message):
+            is_fork = self._fork(connection, message, streams)
         else:
-            if "modules" in message:
-                connection.close()
-                _import(message["modules"])
-            elif not self._is_alike(message):
-                _send(connection, {"pid": None})
-                connection.close()
-            else:
-                is_fork = self._fork(connection, message, streams)
+            _refuse(connection)
         if not is_fork:
             for stream in streams:
                 os.close(stream)
@@ -262,7 +273,13 @@ class _Server:
     def _fork(self, connection: socket.socket, job: dict[str, Any], streams: Sequence[int]) -> bool:
         """Fork for a command; return True in the fork, once the proxy passes signals on to it."""
         gate, opening = os.pipe()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:  # there are too many processes
+            os.close(gate)
+            os.close(opening)
+            _refuse(connection)
+            return False
         if pid == 0:
             os.close(opening)
             is_open = os.read(gate, 1)
@@ -314,6 +331,55 @@ class _Server:
             connection.close()
 
 
+def _refuse(connection: socket.socket) -> None:
+    """Let a command run by itself."""
+    with suppress(OSError):  # it has gone
+        _send(connection, {"pid": None})
+    connection.close()
+
+
+def _take(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Return the message of a connection, empty if it is none of ours, and the descriptors that came with it."""
+    streams: list[int] = []
+    try:
+        start, streams, _, _ = socket.recv_fds(connection, _LENGTH.size, 3)
+        start += _read(connection, _LENGTH.size - len(start))
+        return json.loads(_read(connection, _LENGTH.unpack(start)[0])), streams
+    except (OSError, ValueError):
+        return {}, streams
+
+
+@contextmanager
+def _gpus_hidden_from(module: str) -> Iterator[None]:
+    """Let a module find no GPU while it is imported, if it would use one: then no fork could."""
+    if not module.startswith(_ASKS_CUDA):
+        yield
+        return
+    visible = os.environ.get(_VISIBLE)
+    os.environ[_VISIBLE] = ""
+    try:
+        yield
+    finally:
+        del os.environ[_VISIBLE]
+        if visible is not None:
+            os.environ[_VISIBLE] = visible
+
+
+def _forks_can_use_gpu() -> bool:
+    """Return whether forks of this process can use a GPU: not if something that was imported has asked CUDA for one."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return True
+    try:
+        pid = os.fork()
+    except OSError:
+        return False
+    if pid == 0:
+        os._exit(torch.cuda._is_in_bad_fork())
+    _, status = os.waitpid(pid, 0)
+    return status == 0
+
+
 def _become(job: dict[str, Any], streams: Sequence[int]) -> None:
     """In a fork: take over a command's words, folder, environment, standard streams and process group."""
     for target, stream in enumerate(streams):
@@ -336,6 +402,11 @@ def _become(job: dict[str, Any], streams: Sequence[int]) -> None:
 def _stream(number: int, previous: TextIO) -> TextIO:
     """Return a standard stream as Python opens it: by lines at a terminal, and always for errors."""
     by_lines = number == 2 or os.isatty(number)
-    return open(
-        number, "w", buffering=1 if by_lines else -1, encoding=previous.encoding, errors=previous.errors, closefd=False
+    is_unbuffered = bool(getattr(previous, "write_through", False))  # as PYTHONUNBUFFERED says
+    return io.TextIOWrapper(
+        os.fdopen(number, "wb", buffering=0 if is_unbuffered else -1, closefd=False),
+        encoding=previous.encoding,
+        errors=previous.errors,
+        line_buffering=by_lines,
+        write_through=is_unbuffered,
     )

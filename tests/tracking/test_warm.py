@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -29,7 +30,8 @@ else:
     warm.hand_over(dict(os.environ))
 facts = {"pid": os.getpid(), "words": sys.argv[1:], "folder": os.getcwd(), "group": os.getpgrp()}
 facts |= {"variable": os.environ.get("QRL_CALLER"), "imported": "colorsys" in sys.modules}
-facts |= {"further": "wave" in sys.modules}
+facts |= {"further": "wave" in sys.modules, "write_through": sys.stdout.write_through}
+facts |= {"tqdm_s": os.environ.get("TQDM_MININTERVAL"), "asked_driver": os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")}
 print(json.dumps(facts), flush=True)
 print("to stderr", file=sys.stderr)
 if sys.argv[1] == "ends":
@@ -58,10 +60,18 @@ def program(tmp_path_factory) -> Path:
 @pytest.fixture
 def server(program, tmp_path) -> Iterator[subprocess.Popen]:
     """Return a warm process, which has imported a module that nothing else does."""
-    address = warm.socket_of(tmp_path, "")
-    words = [sys.executable, program, warm.COMMAND, address, str(os.getpid()), "colorsys", "no_such_module"]
-    with subprocess.Popen(words, env=environment()) as process:
-        until(address.exists)
+    with start(program, tmp_path, "colorsys", "no_such_module") as process:
+        yield process
+
+
+@contextmanager
+def start(program: Path, folder: Path, *modules: str, owner: int = 0, **more: str) -> Iterator[subprocess.Popen]:
+    """Yield a warm process in a folder; kill it at the end."""
+    from qrl.study import warming
+
+    address = warm.socket_of(folder, "")
+    command = [sys.executable, program]
+    with warming.start(command, address, modules, environment(**more), owner) as process:
         yield process
         process.kill()
 
@@ -147,32 +157,25 @@ def test_a_command_ends_if_the_warm_process_is_killed(program, server, tmp_path)
 @pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "HF_HOME"])
 def test_a_command_with_other_variables_runs_by_itself(program, tmp_path, monkeypatch, variable):
     monkeypatch.setenv(variable, "1")
-    address = warm.socket_of(tmp_path, "")
-    words = [sys.executable, program, warm.COMMAND, address, str(os.getpid())]
-    with subprocess.Popen(words, env=environment()) as process:
-        until(address.exists)
+    with start(program, tmp_path):
         for value, is_own in (("1", False), ("2", True)):
             run = command(program, tmp_path, "ends", "0", **{variable: value})
             output, _ = run.communicate(timeout=60)
             assert (json.loads(output)["pid"] == run.pid) is is_own
-        process.kill()
 
 
 def test_a_command_whose_sources_were_edited_runs_by_itself(program, tmp_path):
     package = tmp_path / "edited" / "qrl"
     shutil.copytree(Path(warm.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
-    address = warm.socket_of(tmp_path, "")
-    variables = environment(PYTHONPATH=str(package.parent))
-    words = [sys.executable, program, warm.COMMAND, address, str(os.getpid())]
-    with subprocess.Popen(words, env=variables) as process:
-        until(address.exists)
+    lock = package / ".#editor.py"  # a link to nothing
+    lock.symlink_to("user@machine.1234")
+    with start(program, tmp_path, PYTHONPATH=str(package.parent)):
         for is_own in (False, True):
             run = command(program, tmp_path, "ends", "0", PYTHONPATH=str(package.parent))
             output, _ = run.communicate(timeout=60)
             assert (json.loads(output)["pid"] == run.pid) is is_own
             with (package / "steps" / "compare.py").open("a") as source:
                 source.write("# another line\n")
-        process.kill()
 
 
 def test_a_study_can_be_told_to_start_none(program, tmp_path, monkeypatch):
@@ -214,21 +217,20 @@ def test_without_a_warm_process_a_command_runs_by_itself(program, tmp_path):
 
 
 def test_a_warm_process_ends_with_its_owner_but_after_its_commands(program, tmp_path):
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as owner:
-        address = warm.socket_of(tmp_path, "")
-        words = [sys.executable, program, warm.COMMAND, address, str(owner.pid)]
-        with subprocess.Popen(words, env=environment()) as process:
-            until(address.exists)
-            running = command(program, tmp_path, "waits")
-            facts(running)
-            assert running.stdout.readline() == "ready\n"
-            owner.kill()
-            time.sleep(0.5)
-            assert process.poll() is None
-            running.terminate()
-            running.communicate(timeout=60)
-            assert process.wait(timeout=60) == 0 and running.returncode == 128 + signal.SIGTERM
-    assert not address.exists()
+    with (
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) as owner,
+        start(program, tmp_path, owner=owner.pid) as process,
+    ):
+        running = command(program, tmp_path, "waits")
+        facts(running)
+        assert running.stdout.readline() == "ready\n"
+        owner.kill()
+        time.sleep(0.5)
+        assert process.poll() is None
+        running.terminate()
+        running.communicate(timeout=60)
+        assert process.wait(timeout=60) == 0 and running.returncode == 128 + signal.SIGTERM
+    assert not warm.socket_of(tmp_path, "").exists()
 
 
 def test_further_modules_are_imported_before_the_next_command(program, server, tmp_path):
@@ -238,3 +240,137 @@ def test_further_modules_are_imported_before_the_next_command(program, server, t
         assert seen["pid"] != process.pid and seen["further"] is imported
         warm.import_more(warm.socket_of(tmp_path, ""), ["no_such_module", "wave"])
     assert server.poll() is None
+
+
+def test_a_warm_process_whose_owner_has_ended_already_leaves_no_folder(program, tmp_path):
+    folder = tmp_path / "sockets"
+    folder.mkdir()
+    with subprocess.Popen([sys.executable, "-c", ""]) as owner:
+        pass
+    with start(program, folder, owner=owner.pid) as process:
+        assert process.wait(timeout=60) == 0
+    assert not folder.exists()
+
+
+def test_a_command_that_comes_before_the_warm_process_is_ready_waits(program, tmp_path):
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "slow.py").write_text("import time\ntime.sleep(2)\n")
+    path = f"{environment()['PYTHONPATH']}:{modules}"
+    with start(program, tmp_path, "slow", PYTHONPATH=path):
+        warm.import_more(warm.socket_of(tmp_path, ""), ["wave"])
+        run = command(program, tmp_path, "ends", "0", PYTHONPATH=path)
+        seen = json.loads(run.communicate(timeout=60)[0])
+        assert seen["pid"] != run.pid and seen["further"]
+
+
+@pytest.mark.parametrize("is_asked", [True, False])
+def test_torch_asks_no_cuda_while_it_is_imported_and_what_asks_it_ends_the_forks(program, tmp_path, is_asked):
+    """Simulated: torch marks each fork of a process that has asked CUDA, and no fork can use a GPU after that."""
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "asks.py").write_text(
+        "import os, sys, types\n"
+        f"asked = {is_asked} or os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK') != '1'\n"
+        "cuda = types.SimpleNamespace(_is_in_bad_fork=lambda: asked)\n"
+        "sys.modules['torch'] = types.SimpleNamespace(cuda=cuda)\n"
+    )
+    path = f"{environment()['PYTHONPATH']}:{modules}"
+    with start(program, tmp_path, "asks", PYTHONPATH=path) as server:
+        run = command(program, tmp_path, "ends", "0", PYTHONPATH=path)
+        seen = json.loads(run.communicate(timeout=60)[0])
+        assert (seen["pid"] == run.pid) is is_asked
+        assert seen["asked_driver"] is None and server.poll() is None
+
+
+@pytest.mark.slow
+def test_what_a_study_imports_for_a_gpu_asks_the_drivers_library_alone(tmp_path):
+    """And torchao alone asks, to which no GPU is visible: it would ask the first one that it sees for more."""
+    program = tmp_path / "program.py"
+    program.write_text("""
+import os, sys, torch
+from qrl.study import warming
+from qrl.tracking import warm
+
+asked = []
+
+def is_available():
+    asked.append((os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK"), os.environ.get("CUDA_VISIBLE_DEVICES")))
+    return False
+
+torch.cuda.is_available = is_available
+torch.cuda._lazy_init = lambda: asked.append("CUDA")
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+server = warm._Server.__new__(warm._Server)
+server._can_fork = True
+server._import([*warming._LIGHT, *warming._heavy("cuda", "")])
+assert "torchao.prototype.mx_formats.kernels" in sys.modules and "transformers.modeling_utils" in sys.modules
+assert asked and set(asked) == {("1", "")}, asked
+""")
+    variables = environment()
+    variables.pop("CUDA_VISIBLE_DEVICES", None)
+    subprocess.run([sys.executable, program], check=True, env=variables, timeout=300)
+
+
+@pytest.mark.parametrize("visible", [None, "1,2"])
+def test_gpus_are_hidden_only_from_what_would_use_them(monkeypatch, visible):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with warm._gpus_hidden_from("torchao.prototype"):
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    with warm._gpus_hidden_from("transformers"):
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == visible
+
+
+@pytest.mark.parametrize("value", ["", "1"])
+def test_output_is_buffered_as_the_command_was_told(program, tmp_path, value):
+    with start(program, tmp_path, PYTHONUNBUFFERED=value):
+        run = command(program, tmp_path, "ends", "0", PYTHONUNBUFFERED=value)
+        seen = json.loads(run.communicate(timeout=60)[0])
+        assert seen["pid"] != run.pid and seen["write_through"] is bool(value)
+
+
+@pytest.mark.parametrize("has_terminal", [True, False])
+def test_bars_move_at_a_terminal_as_without_a_warm_process(program, tmp_path, has_terminal):
+    """The process reads how often a bar moves from a variable, once, and sets that where it writes to a file."""
+    from qrl.study import warming
+
+    bars = "import sys, tqdm; print(tqdm.tqdm([], file=sys.stderr).mininterval)"
+    source = tmp_path / "bars.py"
+    source.write_text(f"""
+import sys
+from qrl import process
+from qrl.tracking import warm
+if sys.argv[1] == warm.COMMAND:
+    warm.serve(process.prepare_imports)
+warm.hand_over(dict(__import__("os").environ))
+{bars}
+""")
+    terminal, other_end = os.openpty()
+    error_stream = {"stderr": other_end} if has_terminal else {"stderr": subprocess.PIPE}
+    variables = environment(**VARIABLES, **{warm.FOLDER: str(tmp_path)})
+    variables.pop("TQDM_MININTERVAL", None)
+    kept_stderr = os.dup(2)
+    try:
+        if has_terminal:
+            os.dup2(other_end, 2)  # of the study, which starts the process
+        own = {name: value for name, value in variables.items() if name != warm.FOLDER}
+        server = warming.start([sys.executable, source], warm.socket_of(tmp_path, ""), ["tqdm"], own)
+    finally:
+        os.dup2(kept_stderr, 2)
+        os.close(kept_stderr)
+    with server:
+        done = subprocess.run(
+            [sys.executable, source, "bars"],
+            env=variables,
+            text=True,
+            stdout=subprocess.PIPE,
+            check=True,
+            **error_stream,
+        )
+        assert float(done.stdout) == (0.1 if has_terminal else 30)
+        server.kill()
+    os.close(terminal)
+    os.close(other_end)
