@@ -59,13 +59,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test without another tier as `unit`, and begin with the studies, which take longest."""
+    """Mark every test without another tier as `unit`; begin with studies and what needs another environment.
+
+    Those take longest, and one that a worker begins last keeps the others waiting.
+    """
     for item in items:
         if any(item.get_closest_marker(tier) for tier in TIERS):
             continue
         is_heavy = HEAVY & set(getattr(item, "fixturenames", ()))
         item.add_marker(pytest.mark.process if is_heavy else pytest.mark.unit)
-    items.sort(key=lambda item: not item.get_closest_marker("study"))
+    items.sort(key=_rank)
+
+
+def _rank(item: pytest.Item) -> int:
+    if item.get_closest_marker("study"):
+        return 0
+    needs_environment = "python_of" in getattr(item, "fixturenames", ())
+    return 1 if needs_environment else 2
 
 
 @pytest.fixture(autouse=True)
@@ -165,12 +175,15 @@ def python_of(tmp_path_factory) -> Callable[[str], str]:
 
     QRL_VLLM_PYTHON or QRL_AWQ_PYTHON may name one that is there already; else MLflow builds it once.
     """
-    from qrl.study import launch
+    from qrl.study import build, launch
+    from qrl.tracking import projects
 
     def find(name: str) -> str:
         if given := os.environ.get(f"QRL_{name.removesuffix('_cpu').upper()}_PYTHON"):
             return given
         project = Path(__file__).parents[1] / "projects" / name
+        if build.is_ready(project, "uv"):
+            return str(projects.environment(project) / "bin" / "python")
         asking = tmp_path_factory.mktemp(name)
         shutil.copy(
             project / "conda.yaml", asking

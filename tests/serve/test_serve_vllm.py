@@ -25,7 +25,7 @@ from qrl.tracking import models, runs
 from tests.ports import free_port
 
 ROOT = Path(qrl.__file__).parents[1]
-SCHEMES = ("full", "awq", *(pytest.param(name, marks=pytest.mark.long) for name in ("awq-ct", "w8a8", "fp8")))
+SCHEMES = ("awq", *(pytest.param(name, marks=pytest.mark.long) for name in ("full", "awq-ct", "w8a8", "fp8")))
 TEMPLATE, MAX_TOKENS, N = "answer-line", 128, 120
 RECIPE = Recipe(task="arithmetic", prompt=TEMPLATE, evaluate=Evaluate(max_new_tokens=MAX_TOKENS, batch_size=64))
 KEY = "s3cret"

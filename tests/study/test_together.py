@@ -24,6 +24,7 @@ from tests.tracking import team
 
 ROOT = Path(qrl.__file__).parents[1]
 SMALL = {
+    "train.method": "lora",
     "train.steps": "1",
     "train.prompts_per_step": "2",
     "train.questions": "8",
@@ -116,6 +117,7 @@ def _answers(address: str) -> bool:
 
 @pytest.mark.slow
 def test_studies_at_once_all_finish_and_two_with_one_seed_train_once(shared):
+    """They train adapters, which are merged on their way through a study."""
     import mlflow
 
     folder, environment, address = shared
@@ -142,3 +144,16 @@ def test_studies_at_once_all_finish_and_two_with_one_seed_train_once(shared):
     aliases = client.get_registered_model("qrl-tiny").aliases
     digests = {stage: client.get_model_version("qrl-tiny", number).tags for stage, number in aliases.items()}
     assert digests["base"][names.TAG_DIGEST] != digests["grpo"][names.TAG_DIGEST]
+
+    steps = [run for run in runs if run.data.tags.get(names.TAG_STEP)]
+    merges = [run for run in steps if run.data.tags[names.TAG_STEP] == "merge"]
+    assert "merge" in told[0] and len(merges) == len(trained)
+    for merge in merges:
+        assert 0 <= merge.data.metrics["merge/kl"] <= 0.01
+        assert 0 <= merge.data.metrics["merge/max_logit_diff"] <= 0.25
+    quantized = [
+        run.data.tags[names.TAG_PARENT_DIGEST]
+        for run in steps
+        if run.data.tags[names.TAG_STEP] == "quantize" and run.outputs.model_outputs
+    ]
+    assert digests["grpo"][names.TAG_DIGEST] in quantized  # the merged model, not the adapter
