@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark every test without another tier as `unit`; begin with studies and what needs another environment.
+    """Mark every test without another tier as `unit`; begin with studies, other environments and Slurm.
 
     Those take longest, and one that a worker begins last keeps the others waiting.
     """
@@ -74,8 +74,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _rank(item: pytest.Item) -> int:
     if item.get_closest_marker("study"):
         return 0
-    needs_environment = "python_of" in getattr(item, "fixturenames", ())
-    return 1 if needs_environment else 2
+    is_long = {"python_of", "slurm"} & set(getattr(item, "fixturenames", ()))
+    return 1 if is_long else 2
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import pytest
 import qrl
 
 ROOT = Path(qrl.__file__).parents[1]
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.study, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=[["-P", "evaluate.n=1000"], pytest.param([], marks=pytest.mark.long)])

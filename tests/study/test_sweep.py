@@ -288,6 +288,7 @@ def test_wrong_models_are_refused_before_anything_runs(steps, large, tmp_path):
     assert made == []
 
 
+@pytest.mark.study
 @pytest.mark.slow
 def test_a_whole_sweep_of_two_models_resumes_and_registers_the_best_cells(tmp_path):
     large = deeper(tmp_path / "large", 6)
