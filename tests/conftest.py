@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -29,6 +30,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read as the library is imported:
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker a core: one thread each, in the processes that tests start too
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Tests write to databases thousands of times, and each time wait for the disk, so their files are kept in memory if there
+# is enough of it. This is pytest's own variable for the folder of all its temporary ones.
+MEMORY, MEMORY_NEEDED = Path("/dev/shm"), 12 << 30
+if MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) > MEMORY_NEEDED:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 # A shell starts what runs in the background deaf to Ctrl-C, and so would be the processes that tests interrupt.
 if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,9 +18,9 @@ pytestmark = [pytest.mark.study, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=[["-P", "evaluate.n=1000"], pytest.param([], marks=pytest.mark.long)])
-def default_study(tmp_path_factory, request):
+def default_study(request):
     """One default study in environments that did not exist before, and its seconds."""
-    folder = tmp_path_factory.mktemp("default")
+    folder = Path(tempfile.mkdtemp(prefix="qrl-default-"))  # not pytest's, which may be in memory: it takes 4 GB
     variables = {
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
         "MLFLOW_ENV_ROOT": str(folder / "environments"),
@@ -44,6 +46,7 @@ def default_study(tmp_path_factory, request):
     (study,) = client.search_runs(["0"], "tags.`qrl.step` = 'study'")
     yield client, study
     mlflow.set_tracking_uri(None)
+    shutil.rmtree(folder)
 
 
 def test_grpo_lifts_held_out_accuracy(default_study):
