@@ -31,8 +31,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read as the library is imported:
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker a core: one thread each, in the processes that tests start too
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Tests write to databases thousands of times, and each time wait for the disk, so their files are kept in memory if there
-# is enough of it. This is pytest's own variable for the folder of all its temporary ones.
+# Tests write to databases thousands of times, and wait for the disk each time, so their files are kept in memory if
+# there is enough of it. This is pytest's own variable for the folder of all its temporary ones.
 MEMORY, MEMORY_NEEDED = Path("/dev/shm"), 12 << 30
 if MEMORY.is_dir() and min(shutil.disk_usage(MEMORY).free, psutil.virtual_memory().available) > MEMORY_NEEDED:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))

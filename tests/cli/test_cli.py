@@ -358,6 +358,7 @@ def test_grade_adds_verdicts_to_rows(tmp_path):
     assert graded[0]["id"] == 7 and graded[1]["parsed"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_grade_of_math_judges_boxes_and_tells_what_it_could_not(tmp_path):
     answers = [r"\boxed{\frac{2}{12}}", r"\boxed{10^{10^{10}}}", "\ud800 1/6", r"\boxed{7}"]

@@ -310,6 +310,7 @@ def test_words_that_compare_does_not_know_are_refused(case, tmp_path, capsys):
     assert code == 2 and sentence in text and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_fail_on_gives_exit_code_3_and_names_the_scheme(tmp_path, capsys, monkeypatch):
     counts, out = tmp_path / "counts.json", tmp_path / "out"

@@ -430,6 +430,7 @@ def test_a_plan_is_drawn(tmp_path, options):
     assert is_picture(tmp_path / "plan.png")
 
 
+@pytest.mark.slow
 def test_a_plan_of_several_runs_is_drawn(tmp_path):
     planned = plan.make(plan.Assumptions(gain=0.1, between_gain=0.01, between_survival=0.01), effect=0.05)
     figures.chances(planned, tmp_path / "plan.png")

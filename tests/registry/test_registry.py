@@ -313,6 +313,7 @@ def test_a_trained_model_belongs_to_its_base_and_to_its_stage_alone(evaluated):
     assert aliases == {"base": 1, "grpo": 2, "awq": 4}
 
 
+@pytest.mark.slow
 def test_a_gate_asks_for_a_least_share_of_the_gain(evaluated):
     """Of a gain of 16 in 20 questions all is kept, which 20 questions show to be more than half and not 90 %."""
     base = evaluated("base:full", right=2)

@@ -55,6 +55,7 @@ def promote(run_id: str, **fields: object) -> versions.Version:
     return registry.resolve(NAME, "base")
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_signed_version_is_loaded_and_any_other_is_refused(model_signing, keys, evaluated, capsys):
     run_id, _ = evaluated("base:full")

@@ -71,6 +71,7 @@ def server(store, tmp_path, monkeypatch):
             process.wait(15)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_receiver_hears_of_promotions_rollbacks_and_refusals(server, received):
     address, arrived = received

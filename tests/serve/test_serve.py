@@ -174,6 +174,7 @@ def test_an_engine_outlives_neither_a_kill_nor_an_interrupted_load(tmp_path, sen
     until(lambda: not alive(engine))
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_gives_the_reason_in_one_sentence(tmp_path, capfd):
     broken = tmp_path / "model"
     shutil.copytree(tiny.PATH, broken)
@@ -197,6 +198,7 @@ def test_an_engine_that_does_not_answer_in_time_is_ended(monkeypatch, capfd):
     assert not [each for each in left if "qrl.serve" in " ".join(each.cmdline())]
 
 
+@pytest.mark.slow
 def test_the_files_are_read_while_the_engine_loads_and_nothing_answers_before_both_are_done():
     port, seen = free_port(), []
 
@@ -228,6 +230,7 @@ def test_files_other_than_the_evaluated_ones_end_the_load_at_once():
     assert time.monotonic() - began < 6 and not answers(port)
 
 
+@pytest.mark.slow
 def test_files_that_are_swapped_and_put_back_while_the_engine_loads_are_never_served(tmp_path):
     path, port = Path(shutil.copytree(tiny.PATH, tmp_path / "model")), free_port()
 

@@ -55,6 +55,7 @@ def never_asked(monkeypatch):
     return lambda: monkeypatch.setattr(cells, "answer_questions", refuse)
 
 
+@pytest.mark.slow
 def test_a_scheme_that_breaks_a_limit_counts_beside_a_healthy_full_precision(running_on, capsys):
     model = running_on
     with pytest.raises(UnhealthyCell, match=r"base · rtn-int2 is void.*not known to be healthy at full precision"):

@@ -129,6 +129,7 @@ def test_a_training_that_was_killed_resumes_and_names_the_next_command(user, add
     assert sorted(run.info.status for run in runs) == ["FINISHED", "KILLED"]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_relative_paths_count_from_the_users_folder(user, address):
     (user / "answers.jsonl").write_text('{"completion": "So #### 4", "answer": "4"}\n')

@@ -350,6 +350,7 @@ print(len(trial.run(settings, tiny.PATH, "cuda").frame), "answers")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_task_of_ones_own_gets_through_the_trial_in_a_process(tmp_path):
     """As on a GPU: the trial's process has started the task's process, and has to end it to end itself."""

@@ -104,6 +104,7 @@ def test_a_signal_while_modules_are_imported_ends_in_a_sentence(module, signum, 
     assert run.info.status == "KILLED" and run.data.tags[names.TAG_REASON] == f"Stopped by {signum.name}."
 
 
+@pytest.mark.slow
 def test_a_signal_that_is_swallowed_ends_the_process_its_children_and_its_run(store):
     how = {"env": environment(store), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", SWALLOWED], **how) as process:

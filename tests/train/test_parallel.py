@@ -118,6 +118,7 @@ def test_a_failure_of_another_process_is_its_sentence(monkeypatch):
     assert isinstance(failed.value.__cause__, RuntimeError)
 
 
+@pytest.mark.slow
 def test_a_failure_of_the_first_is_its_own_and_the_others_end_with_it(monkeypatch):
     monkeypatch.setattr(parallel, "_start", child("import time; time.sleep(600)"))
     before = set(psutil.Process().children())

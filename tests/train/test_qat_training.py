@@ -99,6 +99,7 @@ def test_rollouts_and_loss_compute_with_the_same_q(tmp_path, monkeypatch):
     assert len(used) == 4 * 7
 
 
+@pytest.mark.slow
 def test_the_same_seed_trains_the_same_masters_and_resuming_changes_none(trained, tmp_path):
     folder, done, _ = trained
     shutil.copytree(folder / "work", tmp_path / "work")

@@ -77,6 +77,7 @@ def first_step(folder, settings=FAST) -> tuple[dict[str, torch.Tensor], torch.Te
     return batch, torch.tensor([verdict.strict for verdict in verdicts]), row
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_loss_is_that_of_fine_tuning_on_the_right_completions(tmp_path):
     batch, is_right, row = first_step(tmp_path)
@@ -128,6 +129,7 @@ def test_a_cut_completion_is_not_kept_where_the_loss_masks_it_nor_one_below_the_
     assert well_formed.sum() > right(formed.completions).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_where_nothing_is_kept_no_weight_changes_and_the_signal_watcher_ends_the_training(tmp_path):
     warnings = []

@@ -166,7 +166,10 @@ SYNCS = {  # method and rollout.adapter → what the engine is asked in two step
 }
 
 
-@pytest.mark.parametrize(("method", "adapter"), SYNCS)
+@pytest.mark.parametrize(
+    ("method", "adapter"),
+    [pytest.param(*case, marks=[pytest.mark.slow] * (case != ("lora", "slot"))) for case in SYNCS],
+)
 def test_trl_syncs_once_a_step_samples_from_token_ids_and_logs_the_gap(engine, tmp_path, method, adapter):
     """By effect: the engine's samples have the trainer's own probabilities only if TRL syncs before it samples."""
     settings = SMALL.model_copy(update={"method": method, "learning_rate": 1e-3})
@@ -272,6 +275,7 @@ def test_a_server_is_sent_what_the_loss_multiplies_by_and_asked_for_whole_groups
         assert torch.equal(client.model.get_parameter(name), weight.float()), name  # as the last probe was answered
 
 
+@pytest.mark.slow
 def test_a_distillation_samples_from_the_engine_with_the_students_present_weights(engine, tmp_path):
     settings = SMALL.model_copy(update={"learning_rate": 1e-3, "save_every": 1, "qat": "int8"})
     data = {"base": tiny.PATH, "questions": tasks.load("arithmetic", "train", 16, 0), "task": "arithmetic"}
