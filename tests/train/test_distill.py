@@ -101,7 +101,8 @@ def test_two_processes_distil_as_one_does(qat, micro_batch, tmp_path, away):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("qat", [pytest.param("none", marks=pytest.mark.long), "nvfp4-a4"])
+@pytest.mark.long  # `test_resume.py` and `test_sharded.py` have the same of GRPO
+@pytest.mark.parametrize("qat", ["none", "nvfp4-a4"])
 def test_two_processes_go_on_from_a_checkpoint_bit_for_bit(qat, tmp_path, away):
     settings = SMALL.model_copy(update={"temperature": 1.5, "qat": qat})
     whole = together(tmp_path / "whole", away, settings)
