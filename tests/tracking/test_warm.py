@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -374,3 +375,25 @@ warm.hand_over(dict(__import__("os").environ))
         server.kill()
     os.close(terminal)
     os.close(other_end)
+
+
+def test_a_long_folder_for_temporary_files_leaves_room_for_a_socket(tmp_path, monkeypatch):
+    from qrl.study import warming
+
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    folder = warming._make_folder()
+    try:
+        warm.listen(warm.socket_of(folder, "vllm_cpu")).close()
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_a_message_that_is_none_ends_no_warm_process(program, server, tmp_path):
+    for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\0\0\0\2{]"):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(str(warm.socket_of(tmp_path, "")))
+            connection.sendall(text)
+    following = command(program, tmp_path, "ends", "0")
+    assert json.loads(following.communicate(timeout=60)[0])["pid"] != following.pid and server.poll() is None
