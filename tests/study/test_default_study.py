@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.study, pytest.mark.slow]
 def default_study(request):
     """One default study in environments that did not exist before, and its seconds."""
     folder = Path(tempfile.mkdtemp(prefix="qrl-default-"))  # not pytest's, which may be in memory: it takes 4 GB
+    request.addfinalizer(lambda: shutil.rmtree(folder, ignore_errors=True))
     variables = {
         "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
         "MLFLOW_ENV_ROOT": str(folder / "environments"),
@@ -46,7 +47,6 @@ def default_study(request):
     (study,) = client.search_runs(["0"], "tags.`qrl.step` = 'study'")
     yield client, study
     mlflow.set_tracking_uri(None)
-    shutil.rmtree(folder)
 
 
 def test_grpo_lifts_held_out_accuracy(default_study):

@@ -32,7 +32,7 @@ else:
 facts = {"pid": os.getpid(), "words": sys.argv[1:], "folder": os.getcwd(), "group": os.getpgrp()}
 facts |= {"variable": os.environ.get("QRL_CALLER"), "imported": "colorsys" in sys.modules}
 facts |= {"further": "wave" in sys.modules, "write_through": sys.stdout.write_through}
-facts |= {"tqdm_s": os.environ.get("TQDM_MININTERVAL"), "asked_driver": os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")}
+facts |= {"asked_driver": os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")}
 print(json.dumps(facts), flush=True)
 print("to stderr", file=sys.stderr)
 if sys.argv[1] == "ends":
