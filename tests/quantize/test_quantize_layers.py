@@ -6,8 +6,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-pytest.importorskip("llmcompressor")
-
 from qrl import checkpoint, names, quantize
 from qrl.diagnose.schemes import measure as measure_stored
 from qrl.engine import hf

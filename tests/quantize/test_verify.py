@@ -7,7 +7,7 @@ import torch
 
 from qrl import checkpoint, quantize
 from qrl.errors import QrlError
-from qrl.quantize import bnb, error, staging, verify
+from qrl.quantize import error, staging, verify
 from tests import odd
 
 TEXTS = [f"Tom has {i} apples and buys {i + 2} more. How many does he have?" for i in range(8)]
@@ -32,6 +32,8 @@ def test_a_head_of_its_own_stays_the_head(untied, tmp_path, scheme):
 
 @pytest.mark.process
 def test_a_library_that_drops_the_head_keeps_nothing(untied, tmp_path, monkeypatch):
+    from qrl.quantize import bnb  # a second for bitsandbytes, which every worker would wait at the top
+
     store = bnb.quantize
 
     def without_head(source, out, **options):

@@ -1,4 +1,7 @@
-"""Agreement to 1e-9 with statsmodels and scipy, where they have the same test."""
+"""Agreement to 1e-9 with statsmodels and scipy, where they have the same test.
+
+Tests import statsmodels themselves: at the top, every worker that collects them would wait a second for it.
+"""
 
 import dataclasses
 import gc
@@ -7,13 +10,8 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
-import statsmodels.api as sm
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from statsmodels.stats.contingency_tables import mcnemar
-from statsmodels.stats.multitest import multipletests
-from statsmodels.stats.power import NormalIndPower
-from statsmodels.stats.proportion import proportion_confint
 
 from qrl import stats
 from qrl.stats import verdict
@@ -26,6 +24,8 @@ slow_at_first = settings(deadline=None)  # statsmodels loads what it needs when 
 @slow_at_first
 @given(n=st.integers(2, 5000), share=st.floats(0, 1))
 def test_wilson(n, share):
+    from statsmodels.stats.proportion import proportion_confint
+
     correct = round(share * n)
     found = stats.accuracy(correct, n)
     assert (found.low, found.high) == pytest.approx(proportion_confint(correct, n, 0.05, method="wilson"), **CLOSE)
@@ -34,6 +34,8 @@ def test_wilson(n, share):
 @slow_at_first
 @given(st.lists(st.tuples(outcome, outcome), min_size=2, max_size=80))
 def test_exact_mcnemar(pairs):
+    from statsmodels.stats.contingency_tables import mcnemar
+
     a, b = np.array(pairs).T
     table = [[np.sum(a & b), np.sum(a & (1 - b))], [np.sum((1 - a) & b), np.sum((1 - a) & (1 - b))]]
     expected = mcnemar(table, exact=True).pvalue if table[0][1] + table[1][0] else 1.0
@@ -79,6 +81,8 @@ def frozen_heap():
 @pytest.mark.usefixtures("frozen_heap")
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=12))
 def test_holm(p_values):
+    from statsmodels.stats.multitest import multipletests
+
     assert stats.holm(p_values) == pytest.approx(multipletests(p_values, method="holm")[1].tolist(), **CLOSE)
 
 
@@ -86,6 +90,8 @@ def test_holm(p_values):
 @slow_at_first
 @given(groups=st.integers(2, 8), size=st.integers(2, 10), data=st.data())
 def test_clustered_stderr_in_groups_of_equal_size_is_that_of_least_squares_on_a_constant(groups, size, data):
+    import statsmodels.api as sm
+
     rows = data.draw(st.lists(st.tuples(outcome, outcome), min_size=groups * size, max_size=groups * size))
     a, b = np.array(rows).T
     clusters = np.repeat(np.arange(groups), size)
@@ -103,6 +109,8 @@ def test_clustered_stderr_in_groups_of_equal_size_is_that_of_least_squares_on_a_
 @slow_at_first
 @given(groups=st.integers(2, 8), size=st.integers(2, 10), data=st.data())
 def test_clustered_accuracy_too(groups, size, data):
+    import statsmodels.api as sm
+
     correct = np.array(data.draw(st.lists(outcome, min_size=groups * size, max_size=groups * size)), dtype=float)
     clusters = np.repeat(np.arange(groups), size)
     assume(np.ptp(correct) > 0)
@@ -113,6 +121,8 @@ def test_clustered_accuracy_too(groups, size, data):
 @slow_at_first
 @given(stderr=st.floats(0.005, 0.1))
 def test_the_smallest_effect_is_a_z_tests(stderr):
+    from statsmodels.stats.power import NormalIndPower
+
     estimate = stats.Estimate(0, stderr, 0, 0, 1000)
     found = verdict.smallest_detectable(estimate)
     reached = NormalIndPower(ddof=0).power(found / stderr, 1, 0.025, ratio=0, alternative="larger")

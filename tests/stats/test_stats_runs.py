@@ -6,8 +6,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import scipy.stats
-import statsmodels.api as sm
-import statsmodels.formula.api as smf
 
 from qrl import stats
 from qrl.stats.simulate import share_of_gain
@@ -31,6 +29,9 @@ def over(values, groups=None, **options):
 
 
 def test_the_same_questions_give_clarks_mean_squares(rng):
+    import statsmodels.api as sm
+    import statsmodels.formula.api as smf
+
     values = crossed(rng)
     found = over(values)
     runs, n = len(values), values.shape[-1]

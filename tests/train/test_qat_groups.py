@@ -4,8 +4,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-pytest.importorskip("llmcompressor")
-
 from qrl import checkpoint, names, quantize, recipe
 from qrl.compare import from_questions
 from qrl.engine import hf

@@ -7,8 +7,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-pytest.importorskip("llmcompressor")
-
 from qrl import checkpoint, names, quantize, tasks, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput

@@ -7,8 +7,6 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-pytest.importorskip("llmcompressor")
-
 from qrl import checkpoint, names, quantize, tiny
 from qrl.engine import hf
 from qrl.errors import BadInput
