@@ -1,5 +1,6 @@
 """What every test shares: no run of somebody else's in the environment, and a store of its own where it wants one."""
 
+import gc
 import importlib
 import json
 import os
@@ -17,6 +18,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from qrl.tracking import signals
+
+# What a worker imports stays until it ends: the garbage collector would look through it a dozen times while it is
+# imported, a fourth of the seconds that this takes, and again whenever a test makes many objects.
+gc.disable()
 
 settings.register_profile(
     "shared machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -76,6 +81,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         is_heavy = HEAVY & set(getattr(item, "fixturenames", ()))
         item.add_marker(pytest.mark.process if is_heavy else pytest.mark.unit)
     items.sort(key=_rank)
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector work again, and leave out what was imported."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Leave everything out of the collections that pytest and Python make at their end, seconds over such a heap."""
+    gc.freeze()
 
 
 def _rank(item: pytest.Item) -> int:
