@@ -257,6 +257,8 @@ def describe_questions(recipe: Recipe) -> str:
     """Return how many held-out questions a cell answers, in words; a task may have fewer than `evaluate.n`."""
     from qrl.tasks import question_sets
 
+    if question_sets.is_endless(recipe):
+        return f"{recipe.evaluate.n} held-out questions"
     count = len(question_sets.load_evaluated(recipe))
     if count < recipe.evaluate.n:
         return f"{count} held-out questions, all there are"

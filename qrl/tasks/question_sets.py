@@ -29,7 +29,7 @@ def load_evaluated(recipe: "Recipe", n: int | None = None) -> list[Question]:
 
 def load_all_heldout(recipe: "Recipe") -> list[Question]:
     """Return every held-out question, whatever `evaluate.n` is; of an endless task, the first `evaluate.n`."""
-    return load(recipe, "heldout", recipe.evaluate.n if _is_endless(recipe) else None)
+    return load(recipe, "heldout", recipe.evaluate.n if is_endless(recipe) else None)
 
 
 def load_probe(recipe: "Recipe", training: Sequence[Question], heldout: Sequence[Question]) -> list[Question]:
@@ -39,7 +39,7 @@ def load_probe(recipe: "Recipe", training: Sequence[Question], heldout: Sequence
         BadInput: there are fewer than `watch.probe_n`.
     """
     required = recipe.watch.probe_n
-    pool = load(recipe, "train", len(training) + required if _is_endless(recipe) else None)
+    pool = load(recipe, "train", len(training) + required if is_endless(recipe) else None)
     used_texts = {normalized_text(question.question) for question in (*training, *heldout)}
     unused = [question for question in pool if normalized_text(question.question) not in used_texts]
     if len(unused) < required:
@@ -113,5 +113,6 @@ def describe_repeated(questions: Sequence[Question]) -> str:
     )
 
 
-def _is_endless(recipe: "Recipe") -> bool:
+def is_endless(recipe: "Recipe") -> bool:
+    """Return whether the recipe's task makes as many questions as are asked for."""
     return recipe.task == "arithmetic" and recipe.data is None

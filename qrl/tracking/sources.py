@@ -3,16 +3,25 @@
 They are the step's file and all that it imports from this package, at whatever depth. Python is compared as parsed
 code without comments and docstrings: another wording or layout never retrains, and a changed number does. Data files
 next to a source (a kernel, a template) are compared byte by byte; Markdown is ignored.
+
+To parse a study's sources takes a second, so what is found out of a source is kept in the user's cache, by its content.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
+
+from qrl import process
+from qrl.workspace import write_atomically
 
 PACKAGE = Path(__file__).parents[1]
 _SAME_FILE = {"merge": "train"}  # step → the step whose file it is in, where the name differs
@@ -26,6 +35,14 @@ NO_RESULT = (
 _LEFT_OUT = tuple(name if name.endswith(".py") else f"{name}/" for name in NO_RESULT)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MODULE = re.compile(r"qrl(\.\w+)+")
+_LARGEST_CACHE = 5000  # sources; one that is edited is another
+
+
+class Source(NamedTuple):
+    """What is found out of a source of Python."""
+
+    digest: str  # of its code, 64 hexadecimal digits
+    modules: tuple[str, ...]  # of this package, that it imports or names in a string, sorted
 
 
 def digests(step: str, package: Path = PACKAGE) -> dict[str, str]:
@@ -38,7 +55,9 @@ def digests(step: str, package: Path = PACKAGE) -> dict[str, str]:
     Returns:
         Path in the package → 64 hexadecimal digits.
     """
-    return {file.relative_to(package).as_posix(): _digest(file) for file in files(step, package)}
+    found = {file.relative_to(package).as_posix(): _digest(file) for file in files(step, package)}
+    _cache().save()
+    return found
 
 
 def files(step: str, package: Path = PACKAGE) -> list[Path]:
@@ -55,7 +74,7 @@ def files(step: str, package: Path = PACKAGE) -> list[Path]:
         if f"{name}.py".startswith(_LEFT_OUT) or not file.is_file():
             continue
         reached.add(file)
-        for module in _parsed(file.read_bytes())[1]:
+        for module in _cache().source(file.read_bytes()).modules:
             parts = module.split(".")[1:]
             for depth in range(1, len(parts) + 1):
                 part = "/".join(parts[:depth])
@@ -68,17 +87,52 @@ def files(step: str, package: Path = PACKAGE) -> list[Path]:
 
 def _digest(file: Path) -> str:
     content = file.read_bytes()
-    return _parsed(content)[0] if file.suffix == ".py" else sha256(content).hexdigest()
+    return _cache().source(content).digest if file.suffix == ".py" else sha256(content).hexdigest()
 
 
-@lru_cache(maxsize=1024)
-def _parsed(source: bytes) -> tuple[str, frozenset[str]]:
-    """Return the digest of a file's code, and the modules of this package that it imports or names in a string."""
+class Cache:
+    """What was found out of sources before, by the sha256 of their bytes, in a file that processes share."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_saved = True
+        self._sources: dict[str, Source] = {}
+        with suppress(OSError, ValueError, TypeError, AttributeError):  # none yet, none that can be read, or damaged
+            kept = json.loads(path.read_bytes()).items()
+            self._sources = {name: Source(digest, tuple(modules)) for name, (digest, modules) in kept}
+
+    def source(self, content: bytes) -> Source:
+        """Return what is found out of a source."""
+        name = sha256(content).hexdigest()
+        if name not in self._sources:
+            self._sources[name] = _parse(content)
+            self._is_saved = False
+        return self._sources[name]
+
+    def save(self) -> None:
+        """Write the file, if anything is new; where that cannot be done, the next process parses again."""
+        if self._is_saved:
+            return
+        if len(self._sources) > _LARGEST_CACHE:
+            self._sources.clear()
+        with suppress(OSError), write_atomically(self._path) as partial:
+            partial.write_text(json.dumps(self._sources), encoding="utf-8")
+        self._is_saved = True
+
+
+@lru_cache(maxsize=1)
+def _cache() -> Cache:
+    """Return the user's cache for this version of Python, whose trees may differ, and of this file's rules."""
+    rules = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    return Cache(process.cache_folder() / f"sources-{sys.version_info[0]}.{sys.version_info[1]}-{rules}.json")
+
+
+def _parse(source: bytes) -> Source:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
             del node.body[0]
-    return sha256(repr(_structure(tree)).encode()).hexdigest(), frozenset(_modules(tree))
+    return Source(sha256(repr(_structure(tree)).encode()).hexdigest(), tuple(sorted({*_modules(tree)})))
 
 
 def _structure(node: object) -> object:

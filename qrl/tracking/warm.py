@@ -237,9 +237,11 @@ class _Server:
         self._listener.close()
 
     def _import(self, modules: Sequence[str]) -> None:
+        gc.disable()  # a fifth of the seconds that importing takes would go to looking for garbage
         for module in modules:
             with suppress(Exception), _gpus_hidden_from(module):  # the command that needs it will say what is wrong
                 importlib.import_module(module)
+        gc.enable()
         gc.collect()
         gc.freeze()  # what was imported is shared with forks for as long as nothing touches it
         self._can_fork = self._can_fork and _forks_can_use_gpu()

@@ -253,6 +253,45 @@ def test_data_beside_a_source_counts_byte_by_byte(package):
     assert {step for step, digest in digests(package).items() if digest != before[step]} == {"train", "merge"}
 
 
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """The file of a fresh cache of sources."""
+    path = tmp_path / "cache" / "sources.json"
+    monkeypatch.setattr(sources, "_cache", lambda: found)
+    found = sources.Cache(path)
+    return path
+
+
+def test_what_is_found_out_of_sources_is_kept_for_the_next_process(package, cache, monkeypatch):
+    before = digests(package)
+    kept = sources.Cache(cache)
+    monkeypatch.setattr(sources, "_cache", lambda: kept)
+    monkeypatch.setattr(sources, "_parse", lambda source: pytest.fail("it is parsed again"))
+    assert digests(package) == before
+    monkeypatch.undo()
+    change(package / "names.py", "\nNF4 = ", "\nADDED = 1\nNF4 = ")
+    assert all(found != before[step] for step, found in digests(package).items())
+
+
+@pytest.mark.parametrize("text", ["", "[]", "3", '{"a": 3}', '{"a": []}', '{"a": ["digest"'])
+def test_a_damaged_cache_is_none(package, text, cache):
+    before = digests(package)
+    cache.write_text(text)
+    damaged = sources.Cache(cache)
+    content = (package / "names.py").read_bytes()
+    assert damaged.source(content).digest == before["train"]["names.py"]
+    damaged.save()
+    assert sources.Cache(cache).source(content) == damaged.source(content)
+
+
+def test_where_nothing_can_be_written_sources_are_parsed_in_each_process(package, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    unwritable = sources.Cache(tmp_path / "file" / "sources.json")
+    found = unwritable.source((package / "names.py").read_bytes())
+    unwritable.save()
+    assert found.digest == sources.digests("train", package)["names.py"]
+
+
 def test_sources_are_found_through_late_imports_and_modules_named_in_strings():
     found = {file.relative_to(PACKAGE).as_posix() for file in sources.files("evaluate")}
     assert {"names.py", "evaluate/cells.py", "engine/vllm.py", "tasks/math/worker.py"} <= found
