@@ -5,8 +5,10 @@ its memory. The rest is what Python or a library lacks for a command that can be
 processes behind.
 """
 
+import atexit
 import contextlib
 import ctypes
+import gc
 import hashlib
 import importlib
 import io
@@ -72,10 +74,12 @@ def prepare_process() -> None:
 
 
 def prepare_imports() -> None:
-    """Set environment, log levels and the allocator as libraries should find them when they are imported."""
+    """Set environment, log levels, the allocator and the collector as libraries that are imported should find them."""
     _set_variables()
     _quiet_libraries()
     _keep_freed_memory()
+    # Before it ends, Python looks through all that was imported for garbage: two seconds after torch and transformers.
+    atexit.register(gc.freeze)
 
 
 def _leave_fetched_project() -> None:

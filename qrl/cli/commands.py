@@ -38,6 +38,7 @@ APPLIES_TO = {  # option of `compare` → the inputs that it is about
     "reference": ("--questions", "--logs", "--counts"),
     "missing": ("--questions", "--logs"),
 }
+WARM = "qrl.warm processes"  # of a study, in the context of its command
 SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "show_default": True}
 
 
@@ -62,7 +63,19 @@ def cli() -> None:
     """
 
 
-@cli.command("study", cls=RecipeCommand, sections=ALL, first=STUDY, checkout=True)
+class StudyCommand(RecipeCommand):
+    """A study, which begins with a process that imports what its last steps need, while it imports what it needs."""
+
+    def invoke(self, ctx: click.Context):
+        """Start that process, which ends with the command; run the command."""
+        from qrl.study.warming import WarmProcesses
+
+        ctx.meta[WARM] = ctx.with_resource(WarmProcesses())
+        ctx.meta[WARM].begin()
+        return super().invoke(ctx)
+
+
+@cli.command("study", cls=StudyCommand, sections=ALL, first=STUDY, checkout=True)
 @YES
 @click.pass_obj
 def study_command(typed: Typed, settings, yes: bool | None) -> None:
@@ -84,7 +97,8 @@ def study_command(typed: Typed, settings, yes: bool | None) -> None:
     build.announce(settings, name)
     from qrl.study import pipeline  # takes seconds, during which the announcement can be read
 
-    pipeline.study(settings, typed.overrides, yes=bool(yes))
+    warm_processes = click.get_current_context().meta[WARM]
+    pipeline.study(settings, typed.overrides, yes=bool(yes), begun=warm_processes)
 
 
 @cli.command("sweep", cls=RecipeCommand, sections=ALL, first=STUDY, auto="tiny-ptq", checkout=True)

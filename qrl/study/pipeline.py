@@ -42,13 +42,14 @@ class Training(NamedTuple):
 Models = dict[str, Model]  # by variant or by variant:scheme
 
 
-def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> str:
+def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False, begun: WarmProcesses | None = None) -> str:
     """Run the whole study, reuse finished steps, and print the table, the verdict and what to do next.
 
     Args:
         recipe: the resolved settings.
         overrides: recipe name and overrides as typed; every step gets them, so its run shows how to repeat it alone.
         yes: start although the machine, the sizes or the base's trial speak against it; only warn of them.
+        begun: warm processes that the caller has begun; default: none.
 
     Returns:
         The id of the study's run.
@@ -64,7 +65,7 @@ def study(recipe: Recipe, overrides: dict[str, str], *, yes: bool = False) -> st
     start = time.monotonic()
     check_checkout("study")
     title = f"study of {source.short_name(recipe.model)} on {tasks.label(recipe.task)}"
-    with WarmProcesses() as warm_processes:
+    with begun or WarmProcesses() as warm_processes:
         warm_processes.begin()
         device, base, teacher, dry_run = _check(recipe, overrides, warm_processes, yes=yes)
         if dry_run:

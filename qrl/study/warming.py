@@ -13,9 +13,9 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
 from qrl import cluster
+from qrl.process import ROOT
 from qrl.study.build import MANAGERS, PLACE, is_ready
-from qrl.tracking import projects, warm
-from qrl.tracking.keys import ROOT
+from qrl.tracking import warm
 
 _LONGEST_FOLDER = 70  # bytes: a socket's path has 107 at most
 _FEW_CORES = 4  # below these, imports take time from the steps that run meanwhile
@@ -44,7 +44,10 @@ class WarmProcesses(AbstractContextManager):
         self._processes: dict[str, subprocess.Popen] = {}  # by place
 
     def begin(self) -> None:
-        """Start a process in this environment, the core one, with what the last steps need: they always run."""
+        """Start a process in this environment, the core one, with what the last steps need: they always run.
+
+        Nothing happens where one was started already.
+        """
         is_off = os.environ.get(warm.FOLDER) == warm.OFF
         if not is_off and not cluster.chosen():  # a job's processes are its own
             self._start(os.environ.get(PLACE, ""), Path(sys.executable), _LIGHT)
@@ -129,6 +132,8 @@ def _python(folder: Path, manager: str) -> Path | None:
         return Path(sys.executable)
     if manager not in MANAGERS or not is_ready(folder, manager):
         return None
+    from qrl.tracking import projects  # imports MLflow, before which a study begins the first warm process
+
     return projects.environment(folder) / "bin" / "python"
 
 
