@@ -35,7 +35,7 @@ NO_RESULT = (
 _LEFT_OUT = tuple(name if name.endswith(".py") else f"{name}/" for name in NO_RESULT)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _MODULE = re.compile(r"qrl(\.\w+)+")
-_LARGEST_CACHE = 5000  # sources; one that is edited is another
+_LARGEST_CACHE = 5000  # sources; an edited one is one more
 
 
 class Source(NamedTuple):
@@ -93,10 +93,13 @@ def _digest(file: Path) -> str:
 class Cache:
     """What was found out of sources before, by the sha256 of their bytes, in a file that processes share."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
+        """Read the file; None is for a user who has no folder for it."""
         self._path = path
         self._is_saved = True
         self._sources: dict[str, Source] = {}
+        if path is None:
+            return
         with suppress(OSError, ValueError, TypeError, AttributeError):  # none yet, none that can be read, or damaged
             kept = json.loads(path.read_bytes()).items()
             self._sources = {name: Source(digest, tuple(modules)) for name, (digest, modules) in kept}
@@ -111,7 +114,7 @@ class Cache:
 
     def save(self) -> None:
         """Write the file, if anything is new; where that cannot be done, the next process parses again."""
-        if self._is_saved:
+        if self._is_saved or self._path is None:
             return
         if len(self._sources) > _LARGEST_CACHE:
             self._sources.clear()
@@ -124,7 +127,11 @@ class Cache:
 def _cache() -> Cache:
     """Return the user's cache for this version of Python, whose trees may differ, and of this file's rules."""
     rules = sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-    return Cache(process.cache_folder() / f"sources-{sys.version_info[0]}.{sys.version_info[1]}-{rules}.json")
+    try:
+        folder = process.cache_folder()
+    except RuntimeError:  # a container's user without a home
+        return Cache(None)
+    return Cache(folder / f"sources-{sys.version_info[0]}.{sys.version_info[1]}-{rules}.json")
 
 
 def _parse(source: bytes) -> Source:

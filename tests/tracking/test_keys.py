@@ -284,12 +284,25 @@ def test_a_damaged_cache_is_none(package, text, cache):
     assert sources.Cache(cache).source(content) == damaged.source(content)
 
 
-def test_where_nothing_can_be_written_sources_are_parsed_in_each_process(package, tmp_path):
+@pytest.mark.parametrize("place", ["below a file", "none"])
+def test_where_nothing_can_be_written_sources_are_parsed_in_each_process(package, tmp_path, place, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
-    unwritable = sources.Cache(tmp_path / "file" / "sources.json")
-    found = unwritable.source((package / "names.py").read_bytes())
-    unwritable.save()
-    assert found.digest == sources.digests("train", package)["names.py"]
+    unwritable = sources.Cache(tmp_path / "file" / "sources.json" if place == "below a file" else None)
+    expected = digests(package)
+    monkeypatch.setattr(sources, "_cache", lambda: unwritable)
+    assert digests(package) == expected
+
+
+def test_a_user_without_a_home_has_no_cache(package, monkeypatch):
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")  # as pathlib says of a container's unknown user
+
+    expected = digests(package)
+    sources._cache.cache_clear()
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert digests(package) == expected
+    sources._cache.cache_clear()
 
 
 def test_sources_are_found_through_late_imports_and_modules_named_in_strings():
