@@ -115,7 +115,7 @@ class Vllm(AbstractContextManager):
             ) from None
         checkpoint.check(path)
         pretrained.check_fit(path, for_transformers=False)
-        check_runs(path, device, deterministic)
+        check_runs(path, device, deterministic, dtype)
 
         self.name = f"{NAME} {vllm.__version__}"
         self._sampling = vllm.SamplingParams

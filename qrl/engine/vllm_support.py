@@ -19,6 +19,7 @@ from qrl.formats import kind, layers
 # tests/benchmarks/results/schemes.md.
 _BATCH_VARIANT = "Int8ScaledMM"
 _UNROUNDED = ("Marlin", "EmulationMxfp8", "W4A16", "CPUFp8")  # kernels that multiply activations as they are
+_INT8_ON_CPU = "CPUInt8"  # begins the name of a kernel that, with AMX, scales each token by itself, in 16 bits alone
 _OF_CODES = "CompressedTensors"  # begins the names of vLLM's methods for stored codes
 _MIN_SHARE = 0.01  # of a GPU's memory that must be free, where the cache has a fixed size
 # Compute capabilities, times 10.
@@ -91,15 +92,31 @@ def describe_departure(path: Path, kernels: Iterable[str]) -> str:
         return f"activations not rounded to {rounded_to[0]}: the kernel here is {unrounded[0]}"
     if any("Emulation" in kernel for kernel in kernels):
         return f"activations rounded to {rounded_to[0]} in software, products in 16 bits"
+    is_static = kind.activation_scales(quantization).startswith("static")
+    if is_static and any(f"/{_INT8_ON_CPU}" in kernel for kernel in kernels) and _has_amx():
+        return "activations rounded under each token's own scale, not the stored one: so does the kernel for AMX"
     return ""
+
+
+def _has_amx() -> bool:
+    """Return whether this machine's processor multiplies matrices in tiles."""
+    import torch
+
+    return torch.cpu._is_amx_tile_supported()
 
 
 def _rounded(path: Path) -> list[str]:
     return kind.rounded_activations(checkpoint.config(path).get("quantization_config") or {})
 
 
-def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
-    """Check that vLLM has a kernel for a checkpoint's scheme on this machine, a batch-invariant one if `deterministic`.
+def check_runs(path: Path, device: str, deterministic: bool = False, dtype: str = "auto") -> None:
+    """Check that vLLM has a kernel for a checkpoint's scheme on this machine.
+
+    Args:
+        path: a folder that `checkpoint.check` accepts.
+        device: "cpu" or "cuda".
+        deterministic: whether the kernel must be batch-invariant.
+        dtype: of activations, as `Vllm` takes it.
 
     Raises:
         BadInput: a kernel is missing; the sentence names it.
@@ -113,6 +130,11 @@ def check_runs(path: Path, device: str, deterministic: bool = False) -> None:
         raise BadInput(
             f"{path} does not store {', '.join(split)} alike, but vLLM fuses them into one linear: choose "
             f"quantize.layers that treat them alike{unpacked}, or evaluate.engine=transformers."
+        )
+    if device == "cpu" and dtype == "fp32" and "int8" in _rounded(path) and _has_amx():
+        raise BadInput(
+            f"{path} rounds activations to int8, and vLLM's kernel for this machine, with AMX, takes 16 bits alone: "
+            "set evaluate.dtype=bf16, or evaluate.engine=transformers."
         )
     reason = _unfit(quantization, device, deterministic)
     if reason:
@@ -210,9 +232,7 @@ def _missing_on_cpu(method: str, groups: list[dict]) -> str:
 
 
 def _missing_cpu_kernel(group: dict) -> str:
-    import torch
-
-    if group["weights"].get("strategy") == "block" and not torch.cpu._is_amx_tile_supported():
+    if group["weights"].get("strategy") == "block" and not _has_amx():
         return "FP8 in blocks on a CPU without AMX"
     if _is_w4afp8(group):
         return "4-bit integers with FP8 activations on a CPU"

@@ -1,6 +1,6 @@
-"""Measure what qrl adds to the work itself: starting, registering, launching.
+"""Measure what qrl adds to the work itself: starting, ending, keys, registering, launching.
 
-python tests/benchmarks/overheads.py            # --help against `python -c pass`; bytes written to log a checkpoint
+python tests/benchmarks/overheads.py            # all but the next line's
 python tests/benchmarks/overheads.py RUN_ID     # a study's time outside of its steps' own work
 """
 
@@ -15,6 +15,22 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 ROUNDS = 9
+STEP = """
+import sys, time
+from qrl import process
+if sys.argv[1] == "qrl":
+    process.prepare_imports()
+import mlflow, torch, transformers.modeling_utils, trl.trainer.grpo_trainer
+print(time.time())
+"""
+KEYS = """
+import time
+from qrl.tracking import sources
+began = time.time()
+for step in ("train", "quantize", "evaluate", "diagnose", "compare"):
+    sources.digests(step)
+print(time.time() - began)
+"""
 
 
 def seconds(*words: str) -> float:
@@ -30,6 +46,39 @@ def starting() -> None:
         ours, bare = (statistics.median(column) for column in zip(*rows, strict=True))
         told = f"{ours:.3f} s (median of {ROUNDS}); python -c pass {bare:.3f} s; ratio"
         print(f"python -m qrl {' '.join(words)}   {told} {statistics.median(a / b for a, b in rows):.1f}")
+
+
+def ending() -> None:
+    """Time how a process that has imported what a step needs ends, as qrl's do and as Python's do by themselves."""
+    rows = [[seconds_to_end(who) for who in ("qrl", "python")] for _ in range(ROUNDS + 1)][1:]
+    ours, bare = (statistics.median(column) for column in zip(*rows, strict=True))
+    print(
+        f"the end of a step   {ours:.2f} s (median of {ROUNDS}); left to Python {bare:.2f} s; ratio {bare / ours:.1f}"
+    )
+
+
+def seconds_to_end(who: str) -> float:
+    words = [sys.executable, "-c", STEP, who]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    return time.time() - float(done.stdout.splitlines()[-1])
+
+
+def keys_of_sources() -> None:
+    """Time what the keys of a study's steps need of the sources, with nothing kept and with what that round kept."""
+    rows = []
+    for _ in range(ROUNDS):
+        with tempfile.TemporaryDirectory() as cache:
+            rows.append([seconds_of_keys(cache), seconds_of_keys(cache)])
+    anew, kept = (statistics.median(column) for column in zip(*rows, strict=True))
+    print(f"keys of the sources   {kept:.2f} s (median of {ROUNDS}); parsed anew {anew:.2f} s; ratio {anew / kept:.1f}")
+
+
+def seconds_of_keys(cache: str) -> float:
+    variables = os.environ | {"XDG_CACHE_HOME": cache}
+    root = Path(__file__).parents[2]
+    words = [sys.executable, "-c", KEYS]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, cwd=root, env=variables)
+    return float(done.stdout)
 
 
 def registering() -> None:
@@ -88,4 +137,6 @@ if __name__ == "__main__":
         launching(sys.argv[1])
     else:
         starting()
+        ending()
+        keys_of_sources()
         registering()

@@ -416,6 +416,22 @@ def test_weights_are_replaced_only_in_the_same_network(tmp_path):
     assert vllm.network(folder("int4", quantization_config={"quant_method": "awq"})) is None
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8-static"])
+@pytest.mark.parametrize("has_amx", [True, False])
+def test_int8_on_a_cpu_with_amx_is_scaled_by_token_and_in_16_bits(scheme, has_amx, tmp_path, monkeypatch):
+    activations = {"type": "int", "num_bits": 8, "dynamic": scheme == "w8a8", "strategy": "token"}
+    group = {"weights": {"type": "int", "num_bits": 8}, "input_activations": activations}
+    quantization = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"all": group}}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    monkeypatch.setattr(vllm_support, "_has_amx", lambda: has_amx)
+    kernels = {"CompressedTensorsW8A8Int8/CPUInt8ScaledMMLinearKernel": 16, "CPUAttentionBackendImpl": 4}
+    said = vllm_support.describe_departure(tmp_path, kernels)
+    assert ("each token's own scale" in said) is (has_amx and scheme == "w8a8-static")
+    if has_amx:
+        with pytest.raises(BadInput, match=r"with AMX, takes 16 bits alone: set evaluate\.dtype=bf16"):
+            vllm_support.check_runs(tmp_path, "cpu", dtype="fp32")
+
+
 FITS = """
 import sys
 from pathlib import Path
@@ -444,11 +460,13 @@ def test_a_scheme_without_a_kernel_is_refused_before_a_weight_is_read(python_of,
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split("\t") for line in done.stdout.splitlines() if line.count("\t") == 2]
     on_cpu = {name: words for name, device, words in lines if device == "cpu"}
-    assert {name for name, words in on_cpu.items() if words == "runs"} == {tiny.PATH.name, "fp8", "w8a8"}
+    with_amx = {"fp8-block"} if torch.cpu._is_amx_tile_supported() else set()
+    assert {name for name, words in on_cpu.items() if words == "runs"} == {tiny.PATH.name, "fp8", "w8a8", *with_amx}
     assert "bitsandbytes without vllm-bnb-plugin" in on_cpu["nf4"] and "8-bit weights" in on_cpu["w8a16"]
     for scheme in ("nvfp4a16", "mxfp4a16", "nvfp4"):
         assert "4-bit floats" in on_cpu[scheme] and "evaluate.engine=transformers" in on_cpu[scheme]
-    assert "MXFP8" in on_cpu["mxfp8"] and "AMX" in on_cpu.get("fp8-block", "AMX") and "FP8" in on_cpu["w4afp8"]
+    assert "MXFP8" in on_cpu["mxfp8"] and "FP8" in on_cpu["w4afp8"]
+    assert with_amx or "AMX" in on_cpu["fp8-block"]
     on_gpu = {name: words for name, device, words in lines if device == "cuda"}  # on a GPU of any kind
     assert {name for name, words in on_gpu.items() if words != "runs"} == {"nf4", "nvfp4a16"}
     assert "batch-invariant" in on_gpu["nvfp4a16"]

