@@ -1,5 +1,6 @@
 """A key changes with everything that can change a result, and with nothing else."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -254,54 +255,59 @@ def test_data_beside_a_source_counts_byte_by_byte(package):
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch) -> Path:
-    """The file of a fresh cache of sources."""
-    path = tmp_path / "cache" / "sources.json"
-    monkeypatch.setattr(sources, "_cache", lambda: found)
-    found = sources.Cache(path)
-    return path
+def small(tmp_path) -> Path:
+    """A package with two sources."""
+    package = tmp_path / "small"
+    (package / "steps").mkdir(parents=True)
+    (package / "steps" / "train.py").write_text("from qrl import names\n")
+    (package / "names.py").write_text("NF4 = 'nf4'\n")
+    return package
 
 
-def test_what_is_found_out_of_sources_is_kept_for_the_next_process(package, cache, monkeypatch):
-    before = digests(package)
-    kept = sources.Cache(cache)
-    monkeypatch.setattr(sources, "_cache", lambda: kept)
-    monkeypatch.setattr(sources, "_parse", lambda source: pytest.fail("it is parsed again"))
-    assert digests(package) == before
-    monkeypatch.undo()
-    change(package / "names.py", "\nNF4 = ", "\nADDED = 1\nNF4 = ")
-    assert all(found != before[step] for step, found in digests(package).items())
+def cached(path: Path | None, package: Path, monkeypatch) -> dict[str, str]:
+    """Return the digests of a training's sources as a process that finds this cache does."""
+    with monkeypatch.context() as patch:
+        cache = sources.Cache(path)
+        patch.setattr(sources, "_cache", lambda: cache)
+        return sources.digests("train", package)
+
+
+def test_what_is_found_out_of_sources_is_kept_for_the_next_process(small, tmp_path, monkeypatch):
+    path, expected = tmp_path / "cache" / "sources.json", sources.digests("train", small)
+    assert set(expected) == {"steps/train.py", "names.py"}
+    assert cached(path, small, monkeypatch) == expected and path.is_file()
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "_parse", lambda source: pytest.fail("it is parsed again"))
+        assert cached(path, small, monkeypatch) == expected
+    change(small / "names.py", "'nf4'", "'nf5'")
+    assert cached(path, small, monkeypatch)["names.py"] != expected["names.py"]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", '{"a": 3}', '{"a": []}', '{"a": ["digest"'])
-def test_a_damaged_cache_is_none(package, text, cache):
-    before = digests(package)
-    cache.write_text(text)
-    damaged = sources.Cache(cache)
-    content = (package / "names.py").read_bytes()
-    assert damaged.source(content).digest == before["train"]["names.py"]
-    damaged.save()
-    assert sources.Cache(cache).source(content) == damaged.source(content)
+def test_a_damaged_cache_is_none(small, text, tmp_path, monkeypatch):
+    path = tmp_path / "sources.json"
+    path.write_text(text)
+    assert cached(path, small, monkeypatch) == sources.digests("train", small)
+    assert len(json.loads(path.read_text())) == 2
 
 
-@pytest.mark.parametrize("place", ["below a file", "none"])
-def test_where_nothing_can_be_written_sources_are_parsed_in_each_process(package, tmp_path, place, monkeypatch):
+@pytest.mark.parametrize("place", ["file/sources.json", None])
+def test_where_nothing_can_be_written_sources_are_parsed_in_each_process(small, tmp_path, place, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
-    unwritable = sources.Cache(tmp_path / "file" / "sources.json" if place == "below a file" else None)
-    expected = digests(package)
-    monkeypatch.setattr(sources, "_cache", lambda: unwritable)
-    assert digests(package) == expected
+    path = place and tmp_path / place
+    assert cached(path, small, monkeypatch) == sources.digests("train", small)
 
 
-def test_a_user_without_a_home_has_no_cache(package, monkeypatch):
+def test_a_user_without_a_home_has_no_cache(small, monkeypatch):
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")  # as pathlib says of a container's unknown user
 
-    expected = digests(package)
-    sources._cache.cache_clear()
-    monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert digests(package) == expected
+    expected = sources.digests("train", small)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "home", no_home)
+        patch.delenv("XDG_CACHE_HOME", raising=False)
+        sources._cache.cache_clear()
+        assert sources.digests("train", small) == expected
     sources._cache.cache_clear()
 
 
