@@ -1,8 +1,8 @@
 """This process and those that it starts: settings, signals of the kernel, `multiprocessing`, and training in several.
 
-`settle` is called first by every command: it quiets libraries, keeps threads from spinning, and lets the allocator keep
-its memory. The rest is what Python or a library lacks for a command that can be killed at any moment without leaving
-processes behind.
+`prepare_process` is called first by every command: it quiets libraries, keeps threads from spinning, lets the allocator
+keep its memory, and Python end at once. The rest is what Python or a library lacks for a command that can be killed at
+any moment without leaving processes behind.
 """
 
 import atexit

@@ -64,10 +64,10 @@ def cli() -> None:
 
 
 class StudyCommand(RecipeCommand):
-    """A study, which begins with a process that imports what its last steps need, while it imports what it needs."""
+    """`study`: a warm process imports what the last steps need while the study makes its own imports."""
 
     def invoke(self, ctx: click.Context):
-        """Start that process, which ends with the command; run the command."""
+        """Start the warm process, which ends with the command, and run the command."""
         from qrl.study.warming import WarmProcesses
 
         ctx.meta[WARM] = ctx.with_resource(WarmProcesses())

@@ -94,7 +94,7 @@ def describe_departure(path: Path, kernels: Iterable[str]) -> str:
         return f"activations rounded to {rounded_to[0]} in software, products in 16 bits"
     is_static = kind.activation_scales(quantization).startswith("static")
     if is_static and any(f"/{_INT8_ON_CPU}" in kernel for kernel in kernels) and _has_amx():
-        return "activations rounded under each token's own scale, not the stored one: so does the kernel for AMX"
+        return "activations rounded under each token's own scale, as by the kernel for AMX, not under the stored one"
     return ""
 
 

@@ -12,7 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
 
 ROUNDS = 9
 STEP = """
@@ -35,7 +36,7 @@ print(time.time() - began)
 
 def seconds(*words: str) -> float:
     began = time.perf_counter()
-    subprocess.run([sys.executable, *words], check=True, capture_output=True, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, *words], check=True, capture_output=True, cwd=ROOT)
     return time.perf_counter() - began
 
 
@@ -59,7 +60,7 @@ def ending() -> None:
 
 def seconds_to_end(who: str) -> float:
     words = [sys.executable, "-c", STEP, who]
-    done = subprocess.run(words, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(words, check=True, capture_output=True, text=True, cwd=ROOT)
     return time.time() - float(done.stdout.splitlines()[-1])
 
 
@@ -75,9 +76,8 @@ def keys_of_sources() -> None:
 
 def seconds_of_keys(cache: str) -> float:
     variables = os.environ | {"XDG_CACHE_HOME": cache}
-    root = Path(__file__).parents[2]
     words = [sys.executable, "-c", KEYS]
-    done = subprocess.run(words, check=True, capture_output=True, text=True, cwd=root, env=variables)
+    done = subprocess.run(words, check=True, capture_output=True, text=True, cwd=ROOT, env=variables)
     return float(done.stdout)
 
 
