@@ -19,6 +19,7 @@ import pytest
 import qrl
 from qrl import checkpoint, registry, tiny
 from qrl.errors import BadInput, QrlError
+from qrl.process import is_gone
 from qrl.registry import versions
 from qrl.serve import engines, log, process, server
 from qrl.serve.log import cause
@@ -68,14 +69,6 @@ def engine_of(process: subprocess.Popen) -> int:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     until(lambda: children.read_text().strip())
     return int(children.read_text().split()[0])
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
 
 
 def until(condition, seconds: float = 10) -> None:
@@ -161,7 +154,7 @@ def test_sigterm_ends_the_server_and_its_engine(served):
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=30)[0] == "stopped\n"
     assert process.returncode == 0
-    assert not alive(engine)
+    assert is_gone(engine)
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, -signal.SIGINT)])
@@ -171,7 +164,7 @@ def test_an_engine_outlives_neither_a_kill_nor_an_interrupted_load(tmp_path, sen
     process.send_signal(sent)
     assert process.communicate(timeout=15)[0] == ""
     assert process.returncode == code
-    until(lambda: not alive(engine))
+    until(lambda: is_gone(engine))
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from qrl.recipe import Recipe, Train
 from qrl.tasks import Question, Verdict, files, limits, own, prompt
 from qrl.tasks.math import pool
 from qrl.tracking import keys
+from tests.processes import children_with
 
 pytestmark = pytest.mark.process
 
@@ -158,9 +159,7 @@ def test_a_grader_that_hangs_does_not_outlive_a_process_that_was_killed(tmp_path
     asking = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
     assert asking.stdout.readline()
     until = time.monotonic() + 60
-    while not (
-        workers := [each for each in psutil.Process(asking.pid).children() if "spawn_main" in str(each.cmdline())]
-    ):
+    while not (workers := children_with("spawn_main", asking.pid)):
         assert time.monotonic() < until
         time.sleep(0.1)
     while workers[0].cpu_times().user < 1.0:  # it has loaded the file, and hangs

@@ -13,6 +13,7 @@ import pytest
 
 import qrl
 from qrl import names
+from qrl.process import is_gone
 from qrl.tracking import projects, signals
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(sys.platform != "linux", reason="Linux's processes")]
@@ -223,6 +224,6 @@ def test_vllms_process_does_not_outlive_its_parent(first, tmp_path):
     program += f"child.start()\nopen('pid', 'w').write(str(child.pid))\ntime.sleep({soon})\nos.kill(os.getpid(), 9)\n"
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment(""), check=False)
     child, until = int((tmp_path / "pid").read_text()), time.monotonic() + 60
-    while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
+    while not is_gone(child):
         assert time.monotonic() < until, "it outlives its parent"
         time.sleep(0.1)

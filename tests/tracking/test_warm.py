@@ -15,14 +15,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+from qrl.process import is_gone
 from qrl.tracking import warm
 from qrl.tracking.keys import ROOT
+from tests.processes import children_with
 
 pytestmark = pytest.mark.process
 
 # A command as `qrl/__main__.py` is one: it prints what it sees, and does what its first word says.
 PROGRAM = """
 import json, os, signal, sys, time
+from qrl.process import is_gone
 from qrl.tracking import warm
 
 if sys.argv[1] == warm.COMMAND:
@@ -99,10 +102,6 @@ def until(holds: Callable[[], bool]) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("code", [0, 3])
@@ -187,7 +186,7 @@ def test_a_study_can_be_told_to_start_none(program, tmp_path, monkeypatch):
     with WarmProcesses() as warm_processes:
         warm_processes.begin()
         warm_processes.add("cpu", [ROOT], "local")
-        assert not any(warm.COMMAND in child.cmdline() for child in psutil.Process().children())
+        assert not children_with(warm.COMMAND)
     assert os.environ[warm.FOLDER] == warm.OFF
 
 
@@ -198,7 +197,7 @@ def test_a_study_ends_its_warm_processes(monkeypatch):
     with WarmProcesses() as warm_processes:
         warm_processes.begin()
         folder = Path(os.environ[warm.FOLDER])
-        children = [child for child in psutil.Process().children() if warm.COMMAND in child.cmdline()]
+        children = children_with(warm.COMMAND)
         assert len(children) == 1
         until(lambda: list(folder.glob("*.sock")))
     assert is_gone(children[0].pid) and not folder.exists() and warm.FOLDER not in os.environ
@@ -291,6 +290,7 @@ def test_what_a_study_imports_for_a_gpu_asks_the_drivers_library_alone(tmp_path)
     program.write_text("""
 import os, sys, torch
 from qrl.study import warming
+from qrl.process import is_gone
 from qrl.tracking import warm
 
 asked = []
@@ -343,6 +343,7 @@ def test_bars_move_at_a_terminal_as_without_a_warm_process(program, tmp_path, ha
     source.write_text(f"""
 import sys
 from qrl import process
+from qrl.process import is_gone
 from qrl.tracking import warm
 if sys.argv[1] == warm.COMMAND:
     warm.serve(process.prepare_imports)

@@ -14,6 +14,7 @@ from qrl import process, recipe
 from qrl.errors import BadInput, QrlError
 from qrl.recipe import rules
 from qrl.train import parallel
+from tests.processes import children_with
 from tests.train import pair
 
 pytestmark = pytest.mark.process
@@ -265,10 +266,7 @@ def test_a_training_starts_its_processes_and_the_first_alone_logs(store, tmp_pat
 
 def ranks(pid: int) -> list[psutil.Process]:
     """Return the processes that train beside a first one, which also starts short-lived others before its run."""
-    children = psutil.Process(pid).children()
-    return [
-        child for child in children if any("qrl-ranks" in word for word in child.as_dict(["cmdline"])["cmdline"] or ())
-    ]
+    return children_with("qrl-ranks", pid)
 
 
 @pytest.mark.slow
