@@ -17,7 +17,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from qrl.tracking import signals
+from qrl.tracking import signals, warm
 
 # What a worker imports stays until it ends: the garbage collector would look through it a dozen times while it is
 # imported, a fourth of the seconds that this takes, and again whenever a test makes many objects.
@@ -113,6 +113,21 @@ def no_stop_handler_left():
         signal.signal(signum, handler)
     sys.unraisablehook = unraisable
     signals._handler.__init__()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_own_garbage():
+    """Leave what other files imported and made out of collections: each training ends with one, a second of it."""
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def few_warm_processes(request):
+    """Start warm processes in whole studies alone: one imports for seconds what a study that is refused never uses."""
+    with pytest.MonkeyPatch.context() as environment:
+        if not any(request.node.get_closest_marker(tier) for tier in ("study", "slow")):
+            environment.setenv(warm.FOLDER, warm.OFF)
+        yield
 
 
 @pytest.fixture(scope="session")

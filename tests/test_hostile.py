@@ -47,6 +47,8 @@ NAMES = [
     for commands, values in (("reading", CASES["texts"] | CASES["places"]), ("writing", CASES["texts"]))
     for command, value in itertools.product(CASES[commands], values)
 ]
+# Every third is tried on each push, which leaves out no command and no value.
+NAMES = [pytest.param(*name, marks=[] if n % 3 == 0 else pytest.mark.slow) for n, name in enumerate(NAMES)]
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e]")
 FUZZ_S = float(os.environ.get("QRL_FUZZ_SECONDS", "20"))
 SLOWEST_S = 10.0  # of one example, on a busy machine

@@ -220,8 +220,9 @@ def weighted(outcomes: ArrayLike, weights: Sequence[float]) -> np.ndarray:
 
 def _extremes(weights: Sequence[float]) -> tuple[float, float]:
     """Return the least and the most that a weighted sum of shares can be."""
-    factors = np.asarray(weights, dtype=float)
-    return float(factors[factors < 0].sum()), float(factors[factors > 0].sum())
+    least = sum(weight for weight in weights if weight < 0)
+    most = sum(weight for weight in weights if weight > 0)
+    return float(least), float(most)
 
 
 def limits(weights: Sequence[float]) -> tuple[float, float]:

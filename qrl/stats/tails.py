@@ -78,8 +78,11 @@ class Tails:
 
         # A question is a change if it differs from the most frequent value, which is nearly always 0.
         rounded = values.round(12)
-        kinds, kind = np.unique(rounded, return_inverse=True)
-        counts = np.bincount(kind, weights=repeats)
+        kinds, counts = rounded, repeats
+        is_counted = (rounded[1:] > rounded[:-1]).all()  # by the caller: a plan asks for thousands of estimates
+        if not is_counted:
+            kinds, kind = np.unique(rounded, return_inverse=True)
+            counts = np.bincount(kind, weights=repeats)
         if n - counts.max() >= FEW:
             return cls(lean)
         modes = kinds[counts == counts.max()]

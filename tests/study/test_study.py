@@ -29,11 +29,12 @@ SMALL = {
     "train.prompts_per_step": "8",
     "train.micro_batch": "64",
     "train.save_every": "1",
-    "evaluate.n": "200",
+    "evaluate.n": "100",
     "quantize.calibration_samples": "16",
     "promote.min_gain": "-1",
     "promote.max_loss": "1",
 }
+QUESTIONS = int(SMALL["evaluate.n"])
 CELLS = {(variant, scheme) for variant in ("base", "grpo") for scheme in ("full", "nf4", "awq")}
 
 
@@ -135,14 +136,14 @@ def test_the_table_has_the_contracts_shape(client):
             assert table[scheme][key]["low"] <= table[scheme][key]["estimate"] <= table[scheme][key]["high"]
         assert table[scheme]["verdict"] in ("survives", "lost", "inconclusive")
         for variant in ("base", "grpo"):
-            assert table[scheme]["cells"][variant]["n"] == 200
+            assert table[scheme]["cells"][variant]["n"] == QUESTIONS
 
 
 def test_the_table_follows_from_the_questions(client):
     study = study_run(client)
     frame = pd.read_parquet(artifact(study, names.QUESTIONS))
     assert set(map(tuple, frame[["variant", "scheme"]].drop_duplicates().to_numpy())) == CELLS
-    assert frame.groupby(["variant", "scheme"])["question"].nunique().eq(200).all()
+    assert frame.groupby(["variant", "scheme"])["question"].nunique().eq(QUESTIONS).all()
     table = json.loads(artifact(study, names.TABLE_JSON).read_text())
     accuracy = frame.groupby(["variant", "scheme"])["correct"].mean()
     for scheme in ("nf4", "awq"):
@@ -186,7 +187,7 @@ def test_training_logged_its_health_live_and_a_table_of_completions(client):
 def test_calibration_saw_training_questions_only(client):
     from qrl import tasks
 
-    heldout = {question.question for question in tasks.load("arithmetic", "heldout", 200, 0)}
+    heldout = {question.question for question in tasks.load("arithmetic", "heldout", QUESTIONS, 0)}
     calibration = {question.question for question in tasks.load("arithmetic", "train", 16, 0)}
     assert not heldout & calibration
     made = [run for run in runs_of(client, **{names.TAG_STEP: "quantize"}) if run.inputs.dataset_inputs]

@@ -83,13 +83,9 @@ def test_broken_bytes_around_an_answer_do_not_hide_it():
 
 
 def seconds(completion: str) -> float:
-    """Return the fastest of three times, so that a busy machine disturbs little."""
-    times = []
-    for _ in range(3):
-        began = time.process_time()
-        grade(completion, "18")
-        times.append(time.process_time() - began)
-    return min(times)
+    began = time.process_time()
+    grade(completion, "18")
+    return time.process_time() - began
 
 
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
@@ -99,8 +95,8 @@ def test_time_grows_with_the_length_and_not_faster(unit, shape):
         return shape.format((unit * (size // len(unit) + 1))[:size])
 
     # Four times the length takes four times as long where time is linear, sixteen times where it is quadratic: minutes
-    # for a megabyte. The hundredth of a second allows for coarse clocks.
-    assert seconds(text(MEGABYTE)) < 9 * seconds(text(MEGABYTE // 4)) + 0.01
+    # for a megabyte. The hundredth of a second allows for coarse clocks, the second and third time for a busy machine.
+    assert any(seconds(text(MEGABYTE)) < 9 * seconds(text(MEGABYTE // 4)) + 0.01 for _ in range(3))
 
 
 @pytest.mark.parametrize("unit", UNITS.values(), ids=UNITS)
