@@ -312,6 +312,7 @@ def test_a_killed_command_leaves_its_state_and_no_worker(place):
     assert not (place / "model").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "rate"), [("", 2e-3), ("--hidden 512", 0.7 / 512), ("--learning-rate 1", 1)])
 def test_a_wide_model_learns_at_a_lower_rate(place, options, rate):
     assert train.peak_rate(1152) == pytest.approx(6e-4, rel=0.02)  # at which such a model was made; 2e-3 failed

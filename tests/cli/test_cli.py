@@ -399,6 +399,7 @@ def test_grade_names_the_line_that_is_wrong(tmp_path, here):
     assert not (tmp_path / "out.jsonl").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_diagnose_of_two_folders_needs_no_store_and_leaves_a_folders_other_files_alone(tmp_path):
     (tmp_path / "out" / "figures").mkdir(parents=True)

@@ -490,6 +490,7 @@ def test_a_long_title_stays_above_the_maps(tmp_path, monkeypatch):
     assert saved_figures[0]._suptitle.get_text().count("\n") == 2 and title.y0 > below.y1
 
 
+@pytest.mark.slow
 def test_a_label_of_two_hundred_characters_leaves_space_for_the_panel(tmp_path):
     variant = f"{'v' * 197}-1"
     scheme = f"{'s' * 198}-2"

@@ -56,6 +56,7 @@ def test_every_format_gives_the_same_comparison(tmp_path):
     assert compare.compare(table.astype({"correct": "boolean", "question": "string"})).table_json() == expected
 
 
+@pytest.mark.slow
 def test_other_names_for_columns_and_full_precision(tmp_path):
     table = frame().replace({"scheme": {"full": "bf16"}})
     table = table.rename(columns={"correct": "exact_match", "question": "doc_id"}).assign(correct="not this one")

@@ -138,6 +138,7 @@ def test_relative_paths_count_from_the_users_folder(user, address):
     assert '"strict": true' in (user / "graded.jsonl").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_project_that_python_runs_works_in_the_callers_folder_and_names_its_address(user, address):
     cells = [{"variant": variant, "scheme": "full"} for variant in ("base", "grpo")]

@@ -102,6 +102,7 @@ def test_a_study_prints_what_it_reuses_and_why_it_does_not(store, small, capsys,
     assert "train is not reused: train.steps 16 → 20\n" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_refused_study_makes_no_store(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(keys.ROOT), "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}

@@ -5,14 +5,11 @@ Three GRPO steps move nothing that could be measured, so no test asserts an effe
 
 import json
 import os
-import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
 import pandas as pd
@@ -42,10 +39,10 @@ def environment(folder: Path) -> dict[str, str]:
     return os.environ | {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
 
 
-def mlflow_run(folder: Path, entry_point: str = "main", **parameters: str) -> subprocess.CompletedProcess:
+def mlflow_run(folder: Path) -> subprocess.CompletedProcess:
     """`mlflow run .` as a user types it, with uv where there is one, so that AutoAWQ gets its own environment."""
-    given = [word for key, value in (SMALL | parameters).items() for word in ("-P", f"{key}={value}")]
-    command = [sys.executable, "-m", "mlflow", "run", str(ROOT), "-e", entry_point, "--env-manager", "uv", *given]
+    given = [word for key, value in SMALL.items() for word in ("-P", f"{key}={value}")]
+    command = [sys.executable, "-m", "mlflow", "run", str(ROOT), "--env-manager", "uv", *given]
     return subprocess.run(command, env=environment(folder), cwd=ROOT, capture_output=True, text=True, check=False)
 
 
@@ -208,16 +205,6 @@ def test_quantized_models_carry_size_bits_and_time(client):
         assert run.outputs.model_outputs
 
 
-def test_awq_alone_is_handed_to_its_own_environment_under_the_run_that_was_opened(studied, client):
-    done = mlflow_run(studied, entry_point="quantize", scheme="awq", **{"quantize.calibration_samples": "4"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    newest = client.search_runs(["0"], max_results=2)
-    made = next(run for run in newest if run.data.tags.get(names.TAG_VARIANT))
-    opened = client.get_run(made.data.tags["mlflow.parentRunId"])
-    assert opened.data.tags["mlflow.project.entryPoint"] == "quantize" and opened.info.status == "FINISHED"
-    assert made.data.tags[names.TAG_SCHEME] == "awq" and made.outputs.model_outputs
-
-
 def test_three_versions_stand_at_their_stages(client):
     versions = {stage: client.get_model_version_by_alias("qrl-tiny", stage) for stage in names.STAGES}
     assert [int(version.version) for version in versions.values()] == [1, 2, 3]
@@ -339,42 +326,6 @@ def test_sigterm_ends_the_run_and_the_next_try_goes_on_from_the_last_checkpoint(
     assert second.info.run_id != first.info.run_id and second.data.metrics["train/resumed_from"] >= 2
     steps = [point.step for point in client.get_metric_history(second.info.run_id, "train/reward")]
     assert steps == list(range(int(second.data.metrics["train/resumed_from"]) + 1, 7))
-
-
-def test_a_stage_is_served_and_answers(studied):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = ["serve", "--stage", "awq", "--port", str(port), "--device", "cpu"]
-    process = subprocess.Popen(
-        command(studied, *words),
-        env=environment(studied),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        line = process.stdout.readline()
-        assert "qrl-tiny version 3" in line and f"http://127.0.0.1:{port}/v1" in line, process.stderr.read()
-        served = re.search(r"model '(.*?)'", line)[1]
-        body = {
-            "model": served,
-            "messages": [{"role": "user", "content": "Tom has 3 apples."}],
-            "max_tokens": 16,
-            "temperature": 0,
-        }
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/chat/completions",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            assert isinstance(json.load(answer)["choices"][0]["message"]["content"], str)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-    assert process.returncode in (0, 143)
 
 
 def test_a_tampered_version_is_not_served(studied, client, tmp_path):

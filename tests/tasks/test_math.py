@@ -322,6 +322,7 @@ def test_workers_end_with_their_process():
         assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_command_that_waits_for_bombs_stops_on_sigterm(tmp_path):
     rows = [

@@ -101,6 +101,7 @@ def test_a_data_folders_files_are_its_jsonl_files_or_all_of_a_mirror(tmp_path):
     assert names == ["README.md", *(f"{part}-00000-of-00001.parquet" for part in ("test", "train"))]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_hubs_own_client_loads_every_data_set_from_a_hub_and_then_from_its_cache(tmp_path):
     for form in FORMS:

@@ -149,6 +149,7 @@ def test_a_command_that_handed_its_run_over_ends_it_where_it_stands(store):
     assert {run.info.status for run in mlflow.search_runs(output_format="list")} == {"KILLED"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("both", [True, False], ids=["the launcher is stopped too", "only the step is"])
 def test_a_launched_step_ends_where_it_stands_and_leaves_its_runs_to_its_launcher(both, store):
     opened = mlflow.MlflowClient().create_run("0").info.run_id  # as a study does
@@ -181,6 +182,7 @@ def test_a_signal_in_code_that_cannot_raise_ends_in_a_sentence(store):
     assert run.info.status == "KILLED" and run.data.tags[names.TAG_REASON] == "Stopped by SIGTERM."
 
 
+@pytest.mark.slow
 def test_a_step_does_not_outlive_a_launcher_that_died_before_it_began(store):
     gone = subprocess.Popen(["true"])
     gone.wait()

@@ -315,6 +315,7 @@ def test_the_environment_holds_what_verl_imports_and_does_not_declare():
     assert "\norjson==" in (process.ROOT / ".github" / "supply" / "verl.lock").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_failure_is_a_sentence_and_no_process_is_left(tmp_path, monkeypatch):
     sleeping = ["sleep", f"{600 + os.getpid() / 1e7:.7f}"]  # no other test's
@@ -466,6 +467,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_training_that_waits_for_a_failed_engine_ends_with_its_error(merger, tmp_path, monkeypatch):
     work = interrupted(tmp_path, monkeypatch, WAITING)
