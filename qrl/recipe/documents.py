@@ -1,8 +1,10 @@
 """YAML files of settings, read strictly: unique keys, decimal numbers, one mapping."""
 
+import copy
 import re
 import typing
 from collections import Counter
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +66,7 @@ def parse(source: Path | str, what: str) -> dict:
         else:
             content = reading.read_bytes(source, LARGEST)
             reading.check_encoding(what, content)
-            document = yaml.load(content.decode(), Loader)
+            document = copy.deepcopy(_of_yaml(content.decode()))
     except (yaml.YAMLError, ValueError) as error:
         raise BadInput(f"{what} is not valid YAML: {' '.join(str(error).split())}.") from None
     except RecursionError:
@@ -80,4 +82,10 @@ def _of_json(text: str) -> Any:
     try:
         return reading.parse_json(text, unique=True)
     except ValueError:  # YAML reads some values of JSON otherwise: 1e-05 is a text there
-        return yaml.load(text, Loader)
+        return copy.deepcopy(_of_yaml(text))
+
+
+@lru_cache(maxsize=256)
+def _of_yaml(text: str) -> Any:
+    """Return what a text holds; a command reads its recipe, and those which that extends, several times."""
+    return yaml.load(text, Loader)
