@@ -50,6 +50,7 @@ def frame(request):
     return study(nested=request.param, spread=0.1)
 
 
+@pytest.mark.process
 def test_the_mean_over_seeds_is_that_of_each_seed_alone(frame):
     found = compare.from_questions(frame).table_json()
     for scheme in ("full", "nf4"):

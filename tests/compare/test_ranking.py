@@ -116,6 +116,7 @@ def test_the_best_is_called_ahead_only_where_all_pairs_asked_at_once_bear_it_out
     assert alone >= 10 and together <= 3  # P(more than 3 of 20 at 5 %) is 1.6 %, and the data are seeded
 
 
+@pytest.mark.process
 def test_several_seeds_are_seen_in_table_json_metrics_and_figure(tmp_path):
     found = ranking.measure(frame(SMALL, seeds=("0", "1", "2")))
     assert found.runs == 3 and all(row.error.runs.count == 3 for row in found.rows if row.error)
@@ -203,6 +204,7 @@ def test_the_base_under_a_scheme_is_one_model_under_every_seed_as_in_compare():
     assert own["base", "nf4"].accuracy == compare.from_questions(both).cells["base", "nf4"]
 
 
+@pytest.mark.process
 def test_the_answers_stand_in_table_json_metrics_and_figure(tmp_path):
     found = ranking.measure(answered())
     text = ranking.markdown(found)
@@ -222,6 +224,7 @@ def test_the_answers_stand_in_table_json_metrics_and_figure(tmp_path):
     assert "## Answers" in ranking.markdown(ranking.measure(frame())), "counts are known without any measure"
 
 
+@pytest.mark.process
 def test_changed_answers_name_method_reference_and_seed_and_are_bounded():
     table = ranking.measure(answered()).changed_sample()
     assert list(table)[:6] == ["method", "scheme", "reference", "seed", "change", "question"]

@@ -71,6 +71,7 @@ def test_gptq_may_store_zeros_as_biases_and_nothing_else(spoilt):
         pretrained.check_fit(spoilt)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("scheme", ["rtn-int2", "rtn-int4"])
 def test_codes_of_few_bits_hold_as_many_weights_as_they_do(tmp_path, scheme):
     """4 M parameters in two bits take a third of a byte each: a bound of two a byte refused them."""
@@ -113,6 +114,7 @@ def test_a_config_that_transformers_cannot_build_is_refused_on_one_line(spoilt, 
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["mistral3", "qwen2_vl", "only_vllm_knows_it"])
 def test_an_architecture_that_transformers_has_no_language_model_for_is_left_to_an_engine_that_has(spoilt, kind):
     config = json.loads((spoilt / "config.json").read_text())

@@ -182,6 +182,7 @@ def test_linears_in_few_bits_beside_others_are_answered_as_transformers_answers_
     assert "UnquantizedLinearMethod" in methods
 
 
+@pytest.mark.process
 def test_a_fused_linear_that_is_stored_in_two_ways_is_refused_before_vllm_starts(tiny_checkpoint, tmp_path):
     for scheme, terms in (("rtn-int4", ("q_proj",)), ("rtn-int4", ("up_proj=int8",)), ("nf4", ("-k_proj",))):
         settings = choices.settings_of(scheme, Quantize(layers=terms), 0)
@@ -191,6 +192,7 @@ def test_a_fused_linear_that_is_stored_in_two_ways_is_refused_before_vllm_starts
         assert "model.layers.0." in str(refused.value)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("unpacked", "scheme", "loaded"),
     [(True, "rtn-int4", "plain"), (False, "rtn-int4", "stored"), (True, "rtn-fp8", "stored"), (True, "full", "stored")],
@@ -316,6 +318,7 @@ class Capability:
         return self.number
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("scheme", "capability", "options"),
     [

@@ -137,6 +137,7 @@ def awq_folder(tiny_checkpoint, tmp_path):
     return folder, values
 
 
+@pytest.mark.process
 def test_a_packed_checkpoint_loads_as_an_ordinary_model(awq_folder):
     folder, values = awq_folder
     model = plain.load(folder, torch.float32)
@@ -148,6 +149,7 @@ def test_a_packed_checkpoint_loads_as_an_ordinary_model(awq_folder):
     assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
 
 
+@pytest.mark.process
 def test_other_layouts_and_missing_parts_are_refused(awq_folder, tiny_checkpoint):
     folder, _ = awq_folder
     with pytest.raises(BadInput, match="full-precision checkpoint"):
@@ -187,6 +189,7 @@ def nf4_folder(tiny_checkpoint, tmp_path_factory):
     return quantize.run("nf4", tiny_checkpoint, tmp_path_factory.mktemp("nf4") / "out").path
 
 
+@pytest.mark.process
 def test_nf4_is_read_as_bitsandbytes_does(nf4_folder, tiny_checkpoint):
     from bitsandbytes import functional
 
@@ -217,6 +220,7 @@ def test_int8_is_read_as_codes_times_row_scales(tiny_checkpoint, tmp_path):
         assert ((matrix.values - true[name].float()).abs() <= 0.51 * step).all()
 
 
+@pytest.mark.process
 def test_awq_is_read_as_unpacked(awq_folder):
     folder, values = awq_folder
     matrices = dict(stored.matrices(folder, stored.names(folder)))

@@ -12,6 +12,8 @@ from tests.benchmarks import coverage, regimes
 from tests.benchmarks.coverage import INTERVALS, Rate, Result, broken, observe, simulate
 from tests.benchmarks.regimes import Study
 
+pytestmark = pytest.mark.process
+
 STUDIES = 10_000
 HALF = Study("half", (0.6, 0.8, 0.6, 0.7), 500)
 NOTHING_GAINED = Study("nothing", (0.65, 0.65, 0.63, 0.63), 500)

@@ -257,6 +257,7 @@ def test_holm_lies_between_no_correction_and_bonferroni(p_values):
         assert raw <= corrected <= min(1, raw * len(p_values))
 
 
+@pytest.mark.process
 def test_intervals_cover_at_their_level():
     """1,500 small studies of four correlated cells; within three Monte Carlo errors of 95 %."""
     rng, rates, studies = np.random.default_rng(11), [0.68, 0.62, 0.72, 0.65], 1500

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from qrl import stats
 from qrl.stats import verdict
 
+pytestmark = pytest.mark.process
+
 CLOSE = {"rel": 1e-9, "abs": 1e-9}
 outcome = st.integers(0, 1)
 slow_at_first = settings(deadline=None)  # statsmodels loads what it needs when it is asked for the first time
@@ -42,7 +44,6 @@ def test_exact_mcnemar(pairs):
     assert stats.mcnemar(a, b) == pytest.approx(expected, **CLOSE)
 
 
-@pytest.mark.process
 @slow_at_first
 @given(st.lists(st.tuples(outcome, outcome), min_size=3, max_size=80))
 def test_paired_t(pairs):
@@ -86,7 +87,6 @@ def test_holm(p_values):
     assert stats.holm(p_values) == pytest.approx(multipletests(p_values, method="holm")[1].tolist(), **CLOSE)
 
 
-@pytest.mark.process
 @slow_at_first
 @given(groups=st.integers(2, 8), size=st.integers(2, 10), data=st.data())
 def test_clustered_stderr_in_groups_of_equal_size_is_that_of_least_squares_on_a_constant(groups, size, data):

@@ -13,7 +13,7 @@ from qrl import checkpoint, recipe, tasks, tiny
 from qrl.errors import BadInput, QrlError
 from qrl.steps import answers, evaluate
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.process
 
 
 def ask(cell: str, progress: answers.Progress) -> tuple[str, int]:
@@ -82,7 +82,6 @@ def test_one_process_per_thread_answers_small_models(monkeypatch):
     assert answers.processes(6, 1) == 1
 
 
-@pytest.mark.process
 def test_a_cell_has_the_same_answers_wherever_it_is_asked():
     settings = recipe.load("tiny", {"evaluate.max_new_tokens": "8"})
     questions = tasks.load("arithmetic", "heldout", 8, 0)

@@ -25,6 +25,7 @@ def questions(*texts: str, split: str = "heldout") -> list[Question]:
     return [Question(f"{split}-{i}", text, "#### 1", "1") for i, text in enumerate(texts)]
 
 
+@pytest.mark.process
 @given(
     st.lists(st.lists(st.sampled_from("ab"), max_size=16), max_size=4),
     st.lists(st.lists(st.sampled_from("ab"), max_size=16), min_size=1, max_size=4),
@@ -70,6 +71,7 @@ def test_the_share_has_a_limit_by_task_or_by_recipe():
             contamination.check_overlap(counts, task, 0.009)
 
 
+@pytest.mark.process
 def test_real_gsm8k_shares_three_questions_and_none_whole():
     if "QRL_DATA_DIR" not in os.environ:
         pytest.skip("QRL_DATA_DIR names no folder with gsm8k/train.jsonl and gsm8k/test.jsonl")

@@ -66,6 +66,7 @@ def test_there_are_enough_cases_and_each_says_why():
     assert len({case["why"] for case in CASES}) == len(CASES)
 
 
+@pytest.mark.process
 def test_every_gold_answer_of_math500_grades_as_right():
     rows = math500()
     answers = [row["answer"] for row in rows]
@@ -136,6 +137,7 @@ def test_answers_that_never_end_are_counted_and_do_not_delay_the_others(monkeypa
     assert all(verdict.strict and verdict.fault is None for verdict in [*graded[1::3], *graded[2::3]])
 
 
+@pytest.mark.process
 def test_memory_is_bounded_and_a_worker_that_dies_is_replaced():
     from qrl.tasks.math import worker
 
@@ -150,6 +152,7 @@ def test_memory_is_bounded_and_a_worker_that_dies_is_replaced():
     assert not {"torch", "transformers", "mlflow"} & modules
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("when", ["idle", "sending", "always"])
 def test_workers_that_are_killed_without_a_task_are_replaced(when, monkeypatch):
     texts = [boxed(rf"\frac{{{i}}}{{{2 * i + 2}}}") for i in range(3, 3 + 4 * math_pool.BATCH)]
