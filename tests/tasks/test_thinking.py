@@ -73,6 +73,7 @@ def test_the_channels_of_a_turn_survive_a_decoder_that_drops_special_tokens():
     assert thinking.answer(text, tags) == "46"
     assert thinking.answer(tags.text("analysis40", raw[:33], special_tokens), tags) == ""
     assert thinking.answer("analysis40assistantfinal46") == "46"  # where only the decoded text is left
+    assert thinking.answer("Analysis40ASSISTANTfinal46") == "46"
 
 
 def test_a_solution_ends_the_thinking_that_the_prompt_began():
