@@ -193,6 +193,7 @@ SMALL = Shape(layers=1, hidden=32, heads=2, intermediate=64, vocab=400, position
 MADE = {"heldout": 4, "device": "cpu", "workers": 0, "save_every": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "qwen3")) for kind in shape.TYPES]
 )
@@ -328,6 +329,7 @@ def test_without_steps_the_weights_stay_random(place):
     assert "random" in (place / "model" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_model_of_the_most_positions_scores_a_text_of_that_length(place):
     make.make(place / "model", replace(SMALL, positions=LONGEST), Corpus(), Budget(steps=0), **MADE)
     model, _ = hf.load(place / "model", "cpu", torch.float32)

@@ -256,6 +256,7 @@ def test_nothing_to_measure_is_rejected(store):
             step.benchmark(recipe.load("tiny"), models=None, url=None, **arguments)
 
 
+@pytest.mark.slow
 def test_without_names_the_four_default_cells_are_measured_if_they_exist(store, tmp_path):
     def logged(variant: str, scheme: str, parent: str = "") -> tuple[str, str]:
         folder = shutil.copytree(tiny.PATH, tmp_path / f"{variant}-{scheme}")

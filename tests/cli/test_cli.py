@@ -334,6 +334,7 @@ def test_counts_of_the_seed_study_give_its_deltas_and_no_verdict(tmp_path):
     assert not (tmp_path / "mlflow.db").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_terminal_that_knows_no_minus_sign_still_gets_the_table(tmp_path):
     (tmp_path / "counts.json").write_text(

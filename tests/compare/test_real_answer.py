@@ -595,6 +595,7 @@ def runs_of(rates: dict[str, str], moved: dict[str, float]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+@pytest.mark.slow
 def test_a_control_of_another_learning_rate_is_told(frame):
     runs = runs_of({"sft": "0.0001", "grpo": "1e-05"}, {"sft": 0.58, "grpo": 0.2})
     text = told(Study(frame, runs=runs))
@@ -605,6 +606,7 @@ def test_a_control_of_another_learning_rate_is_told(frame):
     )
 
 
+@pytest.mark.slow
 def test_a_measure_that_orders_the_losses_is_told_from_those_that_do_not():
     """Three schemes cost GRPO's model 0.1, 0.2, 0.3; the error after the last layer rises, that of weights falls."""
     rates = {("base", "full"): same(0.20), ("grpo", "full"): same(0.80), ("sft", "full"): same(0.80)}

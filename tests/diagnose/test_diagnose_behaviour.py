@@ -48,6 +48,7 @@ def test_divergence_follows_its_definition(model, tiny_checkpoint, tmp_path):
     assert 0 < measured.kl_stderr < measured.kl
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "in_metric"), [("nf4", "nf4"), ("nf4+kv-fp8", "nf4_kv-fp8")])
 def test_the_step_compares_and_draws_next_token_distributions(scheme, in_metric, tiny_checkpoint, tmp_path, capsys):
     path = quantize.run("nf4", tiny_checkpoint, tmp_path / "nf4").path

@@ -420,6 +420,7 @@ def test_many_variants_and_schemes_are_drawn(tmp_path):
     assert is_picture(tmp_path / "matrix.png") and is_picture(tmp_path / "survival.png")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, *(pytest.param(more, marks=[pytest.mark.slow, pytest.mark.long]) for more in ({"n": 1000}, {"effect": 0.05}))],

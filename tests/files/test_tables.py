@@ -74,6 +74,7 @@ def test_other_names_for_columns_and_full_precision(tmp_path):
         compare.compare(table, columns=names, reference="fp32")
 
 
+@pytest.mark.slow
 def test_a_file_per_cell(tmp_path):
     for variant, scheme in CELLS:
         part = [row for row in rows() if (row["variant"], row["scheme"]) == (variant, scheme)]
@@ -230,6 +231,7 @@ def test_a_cell_without_its_file(tmp_path):
         tables.read_rows(f"base:full={tmp_path}/a.csv,grpo")
 
 
+@pytest.mark.slow
 def test_the_samples_of_another_harness(tmp_path, capsys):
     """Files as lm-evaluation-harness writes them: a line per question and filter, an object per question."""
     for variant, scheme in CELLS:

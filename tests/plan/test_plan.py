@@ -117,6 +117,7 @@ def test_chances_from_a_pilot_of_few_changes_are_those_of_simulated_studies(chan
     assert_agree(claimed(chances, n, margin), in_words(power.chances(assumed, n, studies=600)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("assumed", "verdict"),
     [
@@ -147,6 +148,7 @@ def printed(command):
     return done.output
 
 
+@pytest.mark.slow
 def test_the_readmes_numbers_are_printed_by_its_commands():
     text = (Path(plan.__file__).parent / "README.md").read_text()
     rows = re.findall(r"^\| `(qrl plan .*)` \| ([\d,]+) \| `(\w+)` \| ([\d,]+) \|$", text, re.MULTILINE)
@@ -211,6 +213,7 @@ def test_chances_over_training_runs_are_those_of_simulated_studies(seeds, own_qu
     assert_agree(found, in_words(power.chances(assumed, 400, seeds, studies=600)), studies=150)
 
 
+@pytest.mark.slow
 def test_more_runs_shrink_what_more_questions_cannot():
     spread = {"between_gain": 0.02, "between_survival": 0.02}
     assumed = Assumptions(gain=0.2, drop=0.06, **spread).checked()
@@ -226,6 +229,7 @@ def test_a_spread_that_is_too_wide_for_any_n_is_told():
     assert "the spread between training runs alone is too wide" in table.summary(planned)
 
 
+@pytest.mark.slow
 def test_what_n_can_see_is_what_it_takes_to_see_it():
     seen = plan.make(Assumptions(gain=0.2, drop=0.01, base_accuracy=0.5, scheme_correlation=0.9), n=2000)
     row = seen.rows[0]

@@ -109,6 +109,7 @@ def test_rollouts_are_each_models_own_answers_to_the_same_questions(store, other
     assert records()["grpo"][names.SETTINGS] != first["base"][names.SETTINGS]  # other questions: compare refuses them
 
 
+@pytest.mark.slow
 def test_every_model_is_calibrated_on_the_file_and_the_record_is_complete(store, other, tmp_path):
     problem = "Tom has {} apples and buys {} more. How many does he have? #### {}"
     texts = [problem.format(i, i + 2, 2 * i + 2) for i in range(SAMPLES)]
@@ -127,6 +128,7 @@ def test_every_model_is_calibrated_on_the_file_and_the_record_is_complete(store,
     assert [point.step for point in history] == [0, 1, 2, 3]  # a layer each
 
 
+@pytest.mark.slow
 def test_the_record_the_message_and_a_versions_tags_say_which_scales_a_model_has(store, capsys):
     from qrl import registry
 
@@ -147,6 +149,7 @@ def test_the_record_the_message_and_a_versions_tags_say_which_scales_a_model_has
     assert {each[names.TAG_KV_SCALES] for each in tags.values()} == {"static, per layer"}
 
 
+@pytest.mark.slow
 def test_bars_count_the_texts_that_are_drawn_rendered_generated_and_tokenized(store, monkeypatch):
     bars = {}
 

@@ -39,6 +39,7 @@ WORKS = {  # what is done, and how many versions it loads at most
 }
 
 
+@pytest.mark.slow
 def test_nothing_sends_more_statements_or_loads_more_versions_for_many_versions(version):
     numbers: list[int] = []
     found: dict[str, list[dict[str, int]]] = {work: [] for work in WORKS}

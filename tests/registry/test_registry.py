@@ -253,6 +253,7 @@ def test_a_cell_knows_its_model_its_task_and_its_seed(evaluated, tmp_path):
     assert [model.name for model in mlflow.search_registered_models()] == ["mine", "qrl-my-llama"]
 
 
+@pytest.mark.slow
 def test_a_version_renders_chats_as_it_was_evaluated(evaluated, monkeypatch):
     monkeypatch.setattr(hf, "load", lambda path, *how: (None, hf.tokenizer(path)))
     off, name = '{"enable_thinking": false}', "qrl-my-llama"
@@ -295,6 +296,7 @@ def test_a_cells_settings_are_the_resolved_ones_and_not_what_was_typed(evaluated
         promoting.promote(recipe.load(overrides={"prompt": "plain"}), ["base"], [run_id], {"prompt": "plain"})
 
 
+@pytest.mark.slow
 def test_a_trained_model_belongs_to_its_base_and_to_its_stage_alone(evaluated):
     base = evaluated("base:full")
     grpo = evaluated("grpo:full", parent=base[1], changed="a")
@@ -356,6 +358,7 @@ def test_the_growth_of_answers_is_paired_by_question_and_unknown_without_lengths
 QAT = "base=base:full,qat=qat-int4:full,int4=qat-int4:rtn-int4"
 
 
+@pytest.mark.slow
 def test_a_studys_own_stages_are_promoted_resolved_listed_and_rolled_back(evaluated, version):
     base = evaluated("base:full")
     qat = evaluated("qat-int4:full", parent=base[1], changed="a")
@@ -387,6 +390,7 @@ def test_a_studys_own_stages_are_promoted_resolved_listed_and_rolled_back(evalua
         promoting.promote(other, ["int4"], [grpo[0]])
 
 
+@pytest.mark.slow
 def test_without_declared_stages_a_model_is_judged_by_its_own(evaluated):
     base = evaluated("base:full")
     grpo = evaluated("grpo:full", parent=base[1], changed="a")
@@ -400,6 +404,7 @@ def test_without_declared_stages_a_model_is_judged_by_its_own(evaluated):
     assert version.gate("awq").bounds["limit"] == 0.9
 
 
+@pytest.mark.slow
 def test_the_same_weights_with_another_cache_follow_their_own_stage(evaluated):
     base = evaluated("base:full")
     grpo = evaluated("grpo:full", parent=base[1], changed="a")
@@ -412,6 +417,7 @@ def test_the_same_weights_with_another_cache_follow_their_own_stage(evaluated):
     assert at["kv"].digest == at["grpo"].digest and at["kv"].version != at["grpo"].version
 
 
+@pytest.mark.slow
 def test_a_gate_of_ones_own_looks_at_cell_and_lineage_too(evaluated):
     base = evaluated("base:full")
     qat = evaluated("qat-int4:full", parent=base[1], changed="a")

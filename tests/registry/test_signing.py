@@ -96,6 +96,7 @@ def test_a_signed_version_is_loaded_and_any_other_is_refused(model_signing, keys
         versions.verify(version)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_certificate_signs_for_its_authority(model_signing, keys, evaluated):
     run_id, _ = evaluated("base:full")

@@ -183,6 +183,7 @@ def test_an_interval_over_runs_is_never_narrower_than_that_of_their_pooled_quest
             assert found.lower <= pooled.lower + 1e-12 and found.upper >= pooled.upper - 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(("same", "n", "studies"), [(True, 300, 500), (False, 1000, 200)], ids=["same", "own"])
 def test_few_one_way_losses_over_runs_survive_at_the_margin_in_at_most_5_percent_of_studies(rng, same, n, studies):

@@ -155,6 +155,7 @@ def test_a_model_that_a_scheme_does_not_fit_is_refused_before_it_is_trained(stor
             preflight.check_schemes(recipe.load("tiny", overrides), odd)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_study_that_ends_before_its_table_prints_a_command_that_compares_the_finished_cells(
     store, monkeypatch, capsys, tmp_path

@@ -300,6 +300,7 @@ def killed(*_: object) -> None:
     os._exit(9)
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.parametrize(("end", "says"), [(full, r"\(CUDA out of memory\..*\): free"), (killed, "terminated")])
 def test_a_gpu_without_room_for_the_trial_gets_a_sentence(end, says, monkeypatch):
@@ -314,6 +315,7 @@ def waiting(_: object, folder: Path, __: object) -> None:
     (folder / "ended").touch()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_signal_during_the_trial_does_not_wait_for_its_answers(monkeypatch, tmp_path):
     monkeypatch.setattr(trial, "_run", waiting)

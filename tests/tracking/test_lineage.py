@@ -70,6 +70,7 @@ def test_a_models_training_is_found_through_quantizing_and_merging_and_a_base_ha
     assert lineage.training_seed("models:/m-none") is None
 
 
+@pytest.mark.slow
 def test_cells_of_two_trainings_evaluated_under_one_seed_are_two_seeds_on_the_same_questions(trained):
     import mlflow
 

@@ -81,6 +81,7 @@ def environment(store: str, **more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "MLFLOW_TRACKING_URI": store, "CUDA_VISIBLE_DEVICES": "", **more}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "signum"),
     [
@@ -217,6 +218,7 @@ def test_ctrl_c_does_not_reach_what_is_spawned_to_be_deaf():
     assert subprocess.check_output([sys.executable, "-c", program], cwd=ROOT, text=True).split() == ["1", "False"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["import", "death"])
 def test_vllms_process_does_not_outlive_its_parent(first, tmp_path):
     late, soon = (0, 3) if first == "import" else (3, 0)

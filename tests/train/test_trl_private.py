@@ -166,6 +166,7 @@ SYNCS = {  # method and rollout.adapter → what the engine is asked in two step
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "adapter"),
     [pytest.param(*case, marks=[pytest.mark.slow] * (case != ("lora", "slot"))) for case in SYNCS],
@@ -239,6 +240,7 @@ class FakeClient(FakeEngine):
         return {"prompt_ids": prompts, "completion_ids": ids, "logprobs": [[[one] for one in row] for row in scores]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "qat", ["nvfp4-a4", *(pytest.param(qat, marks=[pytest.mark.slow, pytest.mark.long]) for qat in ("none", "int8"))]
 )

@@ -380,6 +380,7 @@ def test_verls_last_checkpoint_becomes_a_checkpoint_beside_the_bases_own_files(m
         assert (made.out / file).read_bytes() == (tiny.PATH / file).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_an_adapter_of_verls_is_an_adapter_that_merges_into_the_base(merger, tmp_path):
     loaded = settings(train__method="lora", train__dtype="fp32", train__lora_targets="q_proj,v_proj")
@@ -406,6 +407,7 @@ def test_an_adapter_of_verls_is_an_adapter_that_merges_into_the_base(merger, tmp
     assert not torch.equal(after[name], before[name])
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_a_merge_that_fails_is_a_sentence_and_leaves_no_model(merger, tmp_path):
     (merger / "broken").touch()
