@@ -194,9 +194,7 @@ MADE = {"heldout": 4, "device": "cpu", "workers": 0, "save_every": 2}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != "qwen3")) for kind in shape.TYPES]
-)
+@pytest.mark.parametrize("kind", shape.TYPES)
 def test_every_type_is_made_with_its_sizes_and_answers_in_the_engine(place, kind):
     sizes = replace(SMALL, type=kind, layers=2, heads=4, kv_heads=1, vocab=700, untied=True)
     make.make(place / "model", sizes, Corpus(form="math", thinking=kind == "qwen3"), Budget(steps=2, batch=4), **MADE)

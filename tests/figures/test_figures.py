@@ -422,8 +422,7 @@ def test_many_variants_and_schemes_are_drawn(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
-    [{}, *(pytest.param(more, marks=[pytest.mark.slow, pytest.mark.long]) for more in ({"n": 1000}, {"effect": 0.05}))],
+    "options", [{}, *(pytest.param(more, marks=pytest.mark.long) for more in ({"n": 1000}, {"effect": 0.05}))]
 )
 def test_a_plan_is_drawn(tmp_path, options):
     planned = plan.make(plan.Assumptions(gain=0.1), **options)

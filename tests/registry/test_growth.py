@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 
+import pytest
 import sqlalchemy
 from mlflow.store.model_registry.dbmodels.models import SqlModelVersion
 

@@ -86,13 +86,10 @@ def environment(store: str, **more: str) -> dict[str, str]:
     ("module", "signum"),
     [
         ("psutil", signal.SIGINT),  # before signals are heeded
-        pytest.param("qrl.tracking", signal.SIGTERM, marks=pytest.mark.slow),
+        ("qrl.tracking", signal.SIGTERM),
         ("mlflow.entities", signal.SIGTERM),
-        *(
-            pytest.param(module, signal.SIGINT, marks=[pytest.mark.slow, pytest.mark.long])
-            for module in ("click", "pandas")
-        ),
-        pytest.param("trl", signal.SIGTERM, marks=pytest.mark.slow),
+        *(pytest.param(module, signal.SIGINT, marks=pytest.mark.long) for module in ("click", "pandas")),
+        ("trl", signal.SIGTERM),
     ],
 )
 def test_a_signal_while_modules_are_imported_ends_in_a_sentence(module, signum, store):

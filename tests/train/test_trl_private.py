@@ -167,10 +167,7 @@ SYNCS = {  # method and rollout.adapter → what the engine is asked in two step
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "adapter"),
-    [pytest.param(*case, marks=[pytest.mark.slow] * (case != ("lora", "slot"))) for case in SYNCS],
-)
+@pytest.mark.parametrize(("method", "adapter"), SYNCS)
 def test_trl_syncs_once_a_step_samples_from_token_ids_and_logs_the_gap(engine, tmp_path, method, adapter):
     """By effect: the engine's samples have the trainer's own probabilities only if TRL syncs before it samples."""
     settings = SMALL.model_copy(update={"method": method, "learning_rate": 1e-3})
@@ -241,9 +238,7 @@ class FakeClient(FakeEngine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "qat", ["nvfp4-a4", *(pytest.param(qat, marks=[pytest.mark.slow, pytest.mark.long]) for qat in ("none", "int8"))]
-)
+@pytest.mark.parametrize("qat", ["nvfp4-a4", *(pytest.param(qat, marks=pytest.mark.long) for qat in ("none", "int8"))])
 def test_a_server_is_sent_what_the_loss_multiplies_by_and_asked_for_whole_groups(qat, tmp_path, monkeypatch):
     from trl.generation import vllm_generation
 
