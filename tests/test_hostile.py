@@ -1,6 +1,6 @@
 """Names and files that somebody made to hang, crash or fool a command: a sentence each, within seconds.
 
-Files are fuzzed for `QRL_FUZZ_SECONDS` in all, 10 if it is not set: `QRL_FUZZ_SECONDS=600 python -m pytest
+Files are fuzzed for `QRL_FUZZ_SECONDS` in all, 20 if it is not set: `QRL_FUZZ_SECONDS=600 python -m pytest
 tests/test_hostile.py -m process`.
 """
 
@@ -50,7 +50,7 @@ NAMES = [
 # Every third is tried on each push, which leaves out no command and no value.
 NAMES = [pytest.param(*name, marks=[] if n % 3 == 0 else pytest.mark.slow) for n, name in enumerate(NAMES)]
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e]")
-FUZZ_S = float(os.environ.get("QRL_FUZZ_SECONDS", "10"))
+FUZZ_S = float(os.environ.get("QRL_FUZZ_SECONDS", "20"))
 SLOWEST_S = 10.0  # of one example, on a busy machine
 
 

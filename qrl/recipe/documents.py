@@ -66,7 +66,7 @@ def parse(source: Path | str, what: str) -> dict:
         else:
             content = reading.read_bytes(source, LARGEST)
             reading.check_encoding(what, content)
-            document = copy.deepcopy(_of_yaml(content.decode()))
+            document = _of_yaml(content.decode())
     except (yaml.YAMLError, ValueError) as error:
         raise BadInput(f"{what} is not valid YAML: {' '.join(str(error).split())}.") from None
     except RecursionError:
@@ -82,10 +82,14 @@ def _of_json(text: str) -> Any:
     try:
         return reading.parse_json(text, unique=True)
     except ValueError:  # YAML reads some values of JSON otherwise: 1e-05 is a text there
-        return copy.deepcopy(_of_yaml(text))
+        return _of_yaml(text)
 
 
-@lru_cache(maxsize=256)
 def _of_yaml(text: str) -> Any:
-    """Return what a text holds; a command reads its recipe, and those which that extends, several times."""
+    """Return what a text holds, for the caller to change."""
+    return copy.deepcopy(_loaded(text))
+
+
+@lru_cache(maxsize=256)  # a command reads its recipe, and those which that extends, several times
+def _loaded(text: str) -> Any:
     return yaml.load(text, Loader)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from qrl import names, recipe, tasks
 from qrl.errors import BadInput
-from qrl.recipe import Train, sections
+from qrl.recipe import Train, documents, sections
 from qrl.recipe.load import RENAMED
 from qrl.tasks import prompt
 
@@ -171,6 +171,13 @@ def test_a_recipe_file_that_means_nothing_is_refused_in_one_sentence(document, s
     with pytest.raises(BadInput) as refused:
         recipe.load(str(tmp_path / "own.yaml"))
     assert says in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_read_again_is_not_what_a_reader_made_of_it(tmp_path):
+    path = tmp_path / "own.yaml"
+    path.write_text("train: {steps: 3}")
+    documents.parse(path, "It")["train"]["steps"] = 4
+    assert documents.parse(path, "It") == {"train": {"steps": 3}}
 
 
 def test_in_a_recipe_file_a_list_is_written_as_it_is_typed_and_an_empty_section_has_its_defaults(tmp_path):
